@@ -99,9 +99,11 @@ def engine_command(
     if shape.is_part:  # without the vision tower, whose inputs would be processed besides
         command += ["--language-model-only"]
     if shape.linear is not None:
-        # Cached prefixes would need copies of the states, and prompts that are split at blocks; the trainer's
-        # rule has its state in float32.
-        command += ["--no-enable-prefix-caching", "--mamba-ssm-cache-dtype", "float32"]
+        # The trainer's rule has its state in float32. Cached prefixes would need copies of the states, and
+        # prompts that are split at blocks; but on a GPU vLLM stores routes by their blocks.
+        command += ["--mamba-ssm-cache-dtype", "float32"]
+        if settings.device == "cpu" or settings.training.router_replay == "off":
+            command += ["--no-enable-prefix-caching"]
     command += ["--max-num-seqs", str(engine.max_sequences)]
     # numpy accepts no larger seed; requests have their own seeds.
     command += ["--seed", str((settings.seed + index) % 2**32)]

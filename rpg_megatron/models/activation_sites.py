@@ -39,10 +39,10 @@ PARTS: dict[str, str | None] = {
 """Sites of a layer in the order of computation, each with the HF parameter (name within the layer) that
 computes it from earlier sites, or None. ``input`` and ``middle`` are the residual stream before attention and
 before the MLP. A layer with experts has ``router``, its logits [t, experts], and ``experts``, the output of
-the block; a dense layer has the sites after those instead.
+the block, shared expert included; a dense layer has the sites after those instead.
 """
 EXPERT_PARTS, _DENSE_PARTS = ("router", "experts"), ("gate", "up", "activation", "mlp_output")
-EXPERT_MATRICES = ("gate_proj", "up_proj", "down_proj")
+SHARED_EXPERT = "shared_expert"
 NORMS = ("input_norm", "query_norm", "key_norm", "mlp_norm", "final_norm")
 FINAL_INPUT, FINAL_NORM, LOGITS = "final_input", "final_norm", "logits"
 """The residual stream after the last layer, its norm, and the engine's logits at the sampled positions."""
@@ -95,13 +95,19 @@ def parameter_of(site: str, tied: bool = False) -> str | None:
 def parameters_of(site: str, shape: ModelShape) -> list[str]:
     """HF names of all parameters that compute a site: none, one, or those of all experts."""
     layer, part = split_site(site)
-    if layer is not None and part == "experts":
-        count = shape.experts.count if shape.experts else 0
-        return [expert_parameter(layer, e, matrix) for e in range(count) for matrix in EXPERT_MATRICES]
+    if layer is not None and part == "experts" and (experts := shape.experts) is not None:
+        names = [name for e in range(experts.count) for name in expert_matrices(layer, f"experts.{e}")]
+        shared = [shared_gate(layer), *expert_matrices(layer, SHARED_EXPERT)]
+        return names + (shared if experts.shared_ffn_hidden_size else [])
     name = parameter_of(site, shape.tied_embeddings)
     return [] if name is None else [name]
 
 
-def expert_parameter(layer: int, expert: int | str, matrix: str) -> str:
-    """HF name of a matrix of an expert; matrix: one of ``EXPERT_MATRICES``."""
-    return f"model.layers.{layer}.mlp.experts.{expert}.{matrix}.weight"
+def expert_matrices(layer: int, block: str) -> list[str]:
+    """HF names of an expert's matrices: gate, up, down. block: ``experts.0``, say, or ``SHARED_EXPERT``."""
+    return [f"model.layers.{layer}.mlp.{block}.{matrix}_proj.weight" for matrix in ("gate", "up", "down")]
+
+
+def shared_gate(layer: int) -> str:
+    """HF name of what scales the output of the shared expert."""
+    return f"model.layers.{layer}.mlp.{SHARED_EXPERT}_gate.weight"

@@ -39,17 +39,24 @@ MORE_LAYOUTS: dict[str, tuple[int, dict[str, Any], int, dict[str, Any]]] = {
     "PP2 x DP2, EP2, full recompute": (4, {"pipeline": 2, "data": 2, "expert": 2}, 7, FULL),
     "CP2 x PP2, EP2": (4, {"context": 2, "pipeline": 2, "expert": 2}, 3, {}),
 }
+ONE = {"one rank": LAYOUTS["one rank"]}
+FEW = {"TP2+SP, EP2, full recompute": MORE_LAYOUTS["TP2+SP, EP2, full recompute"]}
 
 
 @pytest.mark.parametrize(
-    "layouts",
-    [LAYOUTS, pytest.param({"one rank": LAYOUTS["one rank"]} | MORE_LAYOUTS, marks=pytest.mark.long)],
-    ids=["layouts", "more layouts"],
+    ("family", "layouts"),
+    [
+        ("qwen3_moe", LAYOUTS),
+        pytest.param("qwen3_moe", ONE | MORE_LAYOUTS, marks=pytest.mark.long),
+        ("qwen3_next", ONE | FEW),
+        pytest.param("qwen3_next", LAYOUTS | MORE_LAYOUTS, marks=pytest.mark.long),
+    ],
+    ids=["layouts", "more layouts", "hybrid", "hybrid, every layout"],
 )
 def test_replayed_experts_in_every_layout(
-    tmp_path: Path, layouts: dict[str, Any], capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, family: str, layouts: dict[str, Any], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    batch, rows, expected, counts = make_replayed(tmp_path / "model")
+    batch, rows, expected, counts = make_replayed(tmp_path / "model", family)
     results = run_layouts(tmp_path, layouts, batch, REPLAYED, lr=0.0, after=False, timeout=600)
     lines = []
     single = load_file(tmp_path / "gradients" / "one rank" / "model.safetensors")

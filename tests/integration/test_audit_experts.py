@@ -24,6 +24,7 @@ from tests.support.audit_faults import (
 )
 from tests.support.engine import running_service
 from tests.support.runs import QUICKSTART_MOE
+from tests.support.tiny_models import write_byte_model
 
 pytestmark = [pytest.mark.usefixtures("forked_starts"), pytest.mark.long, pytest.mark.timeout(1800)]
 MODEL = QUICKSTART_MOE.parent / "quickstart" / "moe_model"
@@ -145,3 +146,42 @@ def test_every_layout_against_an_engine_of_two_workers(checkpoints: Path, tmp_pa
             check_fault(reports["row"], "row")
             check_fault(reports["stale"], "stale")
             check_trainer(reports["trainer_expert"])
+
+
+def test_a_shared_expert_without_its_gate(tmp_path: Path) -> None:
+    model = write_byte_model(tmp_path / "model", family="qwen2_moe", num_attention_heads=2)
+    block = "model.layers.1.mlp"
+    faults = {
+        "gate": scale(f"{block}.shared_expert_gate.weight", 0.0),
+        "shared": scale(f"{block}.shared_expert.down_proj.weight", 1.1),
+    }
+    checkpoints = write_checkpoints(tmp_path / "checkpoints", model, faults)
+    settings = [EAGER, "evaluation=null", "engine.tensor=2"]
+    engine = ["engine.max_sequences=16", f"model.path={checkpoints / 'trained'}", *settings]
+    with running_service(tmp_path, load_settings(QUICKSTART_MOE, engine)) as service:
+        layouts = {
+            "EP2": [],
+            "TP2+SP, ETP2": ["parallel={tensor: 2, sequence: true, expert_tensor: 2}"],
+        }
+        for name, layout in layouts.items():
+            cases = ["clean", *faults]
+            reports = audit_faults(service, checkpoints, name, cases, [*layout, settings[2]], QUICKSTART_MOE)
+            assert reports["clean"]["clean"], reports["clean"]["findings"]
+            for case in faults:
+                finding = only_finding(reports[case])
+                assert (finding["kind"], finding["side"], finding["layers"]) == ("weights", "engine", [1])
+                assert finding["text"].startswith(f"{block}.experts {WRONG}")
+                assert f"{block}.shared_expert_gate.weight" in finding["parameters"]
+
+
+def test_norms_over_all_heads_of_two_workers(tmp_path: Path) -> None:
+    model = write_byte_model(tmp_path / "model", family="olmoe", num_attention_heads=2)
+    norm = "model.layers.1.self_attn.q_norm.weight"
+    checkpoints = write_checkpoints(tmp_path / "checkpoints", model, {"norm": scale(norm, 1.1)})
+    settings = [EAGER, "evaluation=null", "engine.tensor=2"]
+    engine = ["engine.max_sequences=16", f"model.path={checkpoints / 'trained'}", *settings]
+    with running_service(tmp_path, load_settings(QUICKSTART_MOE, engine)) as service:
+        layout = ["parallel={tensor: 2, sequence: true, expert: 2}", settings[2]]
+        reports = audit_faults(service, checkpoints, "TP2", ["clean", "norm"], layout, QUICKSTART_MOE)
+    assert reports["clean"]["clean"], reports["clean"]["findings"]
+    assert only_finding(reports["norm"])["parameters"] == [norm]

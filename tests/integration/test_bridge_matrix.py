@@ -72,10 +72,13 @@ def test_a_hundred_syncs_under_way(tmp_path: Path, capsys: pytest.CaptureFixture
 
 @pytest.mark.long
 @pytest.mark.timeout(5400)
-def test_experts_after_five_perturbations(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("name", ["qwen3-moe", "qwen2-moe", "olmoe", "qwen3.5-moe", "qwen3-next"])
+def test_experts_after_five_perturbations(
+    tmp_path: Path, name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     """The two syncs of a perturbation, one by each transport, bring different weights."""
-    with bridge_engines(tmp_path, "qwen3-moe", [1, 2]) as engines:
-        check_matrix(tmp_path, engines, "qwen3-moe", EXPERTS, 5, capsys, tolerance=1e-4)
+    with bridge_engines(tmp_path, name, [1, 2]) as engines:
+        check_matrix(tmp_path, engines, name, EXPERTS, 5, capsys, tolerance=1e-4)
 
 
 @pytest.mark.long

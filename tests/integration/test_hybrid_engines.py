@@ -18,10 +18,12 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
 
 from rpg_megatron.bridge.controller import sync_engine
 from rpg_megatron.bridge.manifest import Manifest
 from rpg_megatron.config import Settings, UserError, read_model_shape
+from rpg_megatron.config.model_shape import ExpertShape
 from rpg_megatron.engine.client import EngineClient, Sample
 from rpg_megatron.engine.command import context_length
 from rpg_megatron.engine.hybrid_cache import hybrid_cache
@@ -53,9 +55,15 @@ def prompts() -> list[list[int]]:
     return [[draw.randrange(101) for _ in range(n)] for n in LENGTHS]
 
 
-async def ask(engine: Engine, prompts: Sequence[Sequence[int]], *tokens: int, **options: Any) -> list[Sample]:
-    """A response to each prompt, all at once. tokens: their lengths, in turn."""
-    client = EngineClient(0, engine.process.socket, engine.token, timeout=300)
+async def ask(
+    engine: Engine,
+    prompts: Sequence[Sequence[int]],
+    *tokens: int,
+    experts: ExpertShape | None = None,
+    **options: Any,
+) -> list[Sample]:
+    """A response to each prompt, all at once. tokens: their lengths, in turn. experts: to have routes."""
+    client = EngineClient(0, engine.process.socket, engine.token, timeout=300, experts=experts)
     try:
         groups = await asyncio.gather(
             *[
@@ -80,9 +88,13 @@ def gaps(
 
 
 @pytest.mark.timeout(900)
-def test_float32_after_each_sync(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "name",
+    ["qwen3.5", *(pytest.param(n, marks=pytest.mark.long) for n in ("qwen3.5-moe", "qwen3-next"))],
+)
+def test_float32_after_each_sync(tmp_path: Path, name: str) -> None:
     """Engines with one and two workers; long and short requests, so that prompts join running batches."""
-    with bridge_engines(tmp_path, "qwen3.5", [1, 2]) as engines, running_rig(tmp_path, engines[0]) as rig:
+    with bridge_engines(tmp_path, name, [1, 2]) as engines, running_rig(tmp_path, engines[0]) as rig:
         for version in range(1, 6):
             transport = ("shared_memory", "process_group")[version % 2]
             manifest = rig.publish(version, version, transport)
@@ -96,6 +108,48 @@ def test_float32_after_each_sync(tmp_path: Path) -> None:
                 print(f"\nTP{engine.tensor}, {transport}: prompt {prompt_gap:.1e}, decoding {decoded:.1e}")
                 assert max(prompt_gap, decoded) <= TOLERANCE
         assert rig.error(4) > 0.1, "the weights differ"
+
+
+def differing_routes(
+    model: Path, prompts: Sequence[Sequence[int]], samples: Sequence[Sample]
+) -> tuple[int, int]:
+    """Choices, one a token and layer, that transformers' routers make otherwise; and their number."""
+    reference = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
+    chosen: list[torch.Tensor] = []
+    for module in reference.modules():
+        if type(module).__name__.endswith("TopKRouter"):
+            module.register_forward_hook(lambda _, inputs, out: chosen.append(out[2]))
+    differing = []
+    for prompt, sample in zip(prompts, samples, strict=True):
+        chosen.clear()
+        with torch.no_grad():
+            reference(torch.tensor([[*prompt, *sample.tokens.tolist()][:-1]]))
+        expected = torch.stack(chosen, 1).sort(-1).values.numpy()
+        assert sample.routes.shape == expected.shape
+        differing.append((np.sort(sample.routes, -1) != expected).any(-1).flatten())
+    flat = np.concatenate(differing)
+    return int(flat.sum()), len(flat)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(1200)
+def test_routes_in_the_smallest_cache(tmp_path: Path) -> None:
+    """Of two workers, which cache no prefixes; a sequence that lost its room is computed anew."""
+    make_model("qwen3-next", tmp_path / "model")
+    raw = settings_for(tmp_path / "model", 2) | {"training": {"router_replay": "rollout"}}
+    settings, shape = Settings.model_validate(raw), read_model_shape(tmp_path / "model")
+    assert shape.experts is not None
+    cache = hybrid_cache(settings, shape)
+    assert cache is not None
+    nbytes = cache.sequence(context_length(settings, shape)) + cache.block_bytes
+    settings = settings.changed(engine={"kv_cache_gib": nbytes / 1024**3})
+    with running_engines(tmp_path, [settings], weights="checkpoint") as (engine,):
+        for texts, *tokens in (([prompt[:120] for prompt in prompts()[-3:]], 300), (prompts(), 5, 70, 30)):
+            samples = asyncio.run(ask(engine, texts, *tokens, experts=shape.experts))
+            differ, count = differing_routes(tmp_path / "model", texts, samples)
+            print(f"\nother choices: {differ} of {count}")
+            assert differ <= count / 1000, "rounding may decide between two experts"
+        assert read_metrics(engine.call("GET", ROUTE)[1])[PREEMPTIONS] > 0
 
 
 @pytest.mark.timeout(600)
@@ -125,6 +179,30 @@ def test_a_released_model_in_the_smallest_cache(tmp_path: Path) -> None:
         assert metrics[PREEMPTIONS] > 0
         samples = asyncio.run(ask(engine, prompts(), 5, 70, 30))
         assert max(first, gaps(tmp_path / "model", weights, prompts(), samples).max()) <= TOLERANCE
+
+
+@pytest.mark.timeout(600)
+def test_a_released_mixture(tmp_path: Path) -> None:
+    """Files have all experts of a layer in two tensors; vLLM loads these, and a sync one tensor an expert."""
+    base, model = tmp_path / "base", tmp_path / "model"
+    make_model("qwen3.5-moe", base)
+    write_released("qwen3.5-moe", model, load_file(base / "model.safetensors"))
+    assert {len(w.shape) for n, w in load_file(model / "model.safetensors").items() if ".experts." in n} == {
+        3
+    }
+    settings = Settings.model_validate(settings_for(model, 1))
+    layout = mapping_for(read_model_shape(model))
+    with running_engines(tmp_path, [settings], weights="checkpoint") as (engine,):
+        samples = asyncio.run(ask(engine, prompts(), 5, 70, 30))
+        loaded = gaps(base, load_file(base / "model.safetensors"), prompts(), samples).max()
+        weights = state_dict(base, 1)
+        assert gaps(base, weights, prompts(), samples).max() > 0.1, "the weights differ"
+        with published(engine.bridge, model, stage_values(layout, ONE_RANK, 1, weights), 1):
+            assert engine.sync(1).mode == "slices"
+        samples = asyncio.run(ask(engine, prompts(), 5, 70, 30))
+        synced = gaps(base, weights, prompts(), samples).max()
+        print(f"\nloaded {loaded:.1e}, synced {synced:.1e}")
+        assert max(loaded, synced) <= TOLERANCE
 
 
 async def interrupted(engine: Engine, begun: list[list[int]], manifest: Manifest) -> list[Sample]:

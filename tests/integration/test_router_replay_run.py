@@ -17,7 +17,7 @@ import pytest
 from benchmarks.mismatch import measure_replay
 from rpg_megatron.data.rollout_files import has_routes, read_rollouts, rollouts_file
 from tests.support.commands import Command
-from tests.support.tiny_models import CONFIGS, write_byte_model
+from tests.support.tiny_models import write_byte_model
 
 pytestmark = pytest.mark.usefixtures("forked_starts")
 
@@ -36,10 +36,11 @@ SETTINGS = [
 
 @pytest.mark.long
 @pytest.mark.timeout(3600)
-def test_a_run_replays_routes_and_can_be_replayed(config_file: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("family", ["qwen3_moe", "qwen3_next"])
+def test_a_run_replays_routes_and_can_be_replayed(config_file: Path, tmp_path: Path, family: str) -> None:
     """In float32 engine and trainer choose the same experts as long as the weights are the same."""
     layers = {"num_hidden_layers": 4, "mlp_only_layers": [0]}
-    model = write_byte_model(tmp_path / "moe", **CONFIGS["qwen3_moe"] | layers)
+    model = write_byte_model(tmp_path / "moe", family=family, **layers)
     command = Command(tmp_path, "train", str(config_file), f"model.path={model}", *SETTINGS)
     code, err = command.finish(timeout=3000)
     assert code == 0, err

@@ -28,18 +28,28 @@ from transformers import (
     MistralForCausalLM,
     Olmo3Config,
     Olmo3ForCausalLM,
+    OlmoeConfig,
+    OlmoeForCausalLM,
     Phi3Config,
     Phi3ForCausalLM,
     Qwen2Config,
     Qwen2ForCausalLM,
+    Qwen2MoeConfig,
+    Qwen2MoeForCausalLM,
     Qwen3_5Config,
     Qwen3_5ForCausalLM,
     Qwen3_5ForConditionalGeneration,
+    Qwen3_5MoeConfig,
+    Qwen3_5MoeForCausalLM,
+    Qwen3_5MoeForConditionalGeneration,
+    Qwen3_5MoeTextConfig,
     Qwen3_5TextConfig,
     Qwen3Config,
     Qwen3ForCausalLM,
     Qwen3MoeConfig,
     Qwen3MoeForCausalLM,
+    Qwen3NextConfig,
+    Qwen3NextForCausalLM,
 )
 
 from rpg_megatron.bridge.manifest import Manifest
@@ -74,9 +84,17 @@ LLAMA3 = {
 }
 
 
-def qwen3_5(key_dim: int, value_dim: int) -> Qwen3_5ForCausalLM:
+MIXTURE: dict[str, Any] = {
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 64,
+    "shared_expert_intermediate_size": 40,
+}
+
+
+def hybrid(key_dim: int, value_dim: int, **more: Any) -> dict[str, Any]:
     """Three layers of four with gated delta nets, which have two heads of keys and four of values."""
-    sizes: dict[str, Any] = {
+    return {
         **COMMON,
         "num_hidden_layers": 4,
         "head_dim": 32,
@@ -85,8 +103,9 @@ def qwen3_5(key_dim: int, value_dim: int) -> Qwen3_5ForCausalLM:
         "linear_num_key_heads": 2,
         "linear_num_value_heads": 4,
         "layer_types": [*["linear_attention"] * 3, "full_attention"],
+        "tie_word_embeddings": False,
+        **more,
     }
-    return Qwen3_5ForCausalLM(Qwen3_5TextConfig(**sizes, tie_word_embeddings=False))
 
 
 MODELS: dict[str, Callable[[], Any]] = {
@@ -155,8 +174,23 @@ MODELS: dict[str, Callable[[], Any]] = {
             tie_word_embeddings=True,
         )
     ),
-    "qwen3.5": lambda: qwen3_5(32, 48),
-    "qwen3.5, heads of 128": lambda: qwen3_5(128, 128),
+    "qwen3.5": lambda: Qwen3_5ForCausalLM(Qwen3_5TextConfig(**hybrid(32, 48))),
+    "qwen3.5, heads of 128": lambda: Qwen3_5ForCausalLM(Qwen3_5TextConfig(**hybrid(128, 128))),
+    "qwen3.5-moe": lambda: Qwen3_5MoeForCausalLM(Qwen3_5MoeTextConfig(**hybrid(32, 48, **MIXTURE))),
+    "qwen3-next": lambda: Qwen3NextForCausalLM(
+        Qwen3NextConfig(**hybrid(32, 48, **MIXTURE), mlp_only_layers=[1])
+    ),
+    "qwen2-moe": lambda: Qwen2MoeForCausalLM(Qwen2MoeConfig(**COMMON, **MIXTURE, tie_word_embeddings=False)),
+    "olmoe": lambda: OlmoeForCausalLM(
+        OlmoeConfig(
+            **COMMON,
+            num_experts=8,
+            num_experts_per_tok=2,
+            rms_norm_eps=1e-5,  # the only one in vLLM
+            pad_token_id=None,
+            tie_word_embeddings=False,
+        )
+    ),
     "gpt-oss": lambda: GptOssForCausalLM(
         GptOssConfig(
             **COMMON | {"intermediate_size": 128},
@@ -212,20 +246,43 @@ def make_model(name: str, folder: Path, dtype: torch.dtype = torch.float32) -> N
 def write_released(
     name: str, folder: Path, decoder: dict[str, torch.Tensor], dtype: torch.dtype = torch.float32
 ) -> None:
-    """Write a Qwen3.5 with these weights in its released form: with a vision tower, and a tensor of a head
-    that predicts several tokens.
+    """Write a Qwen3.5 with these weights in its released form: with a vision tower, a tensor of a head that
+    predicts several tokens, and all experts of a layer in two tensors.
     """
     make_model(name, folder, dtype)
     text = AutoConfig.from_pretrained(folder)
     vision = {"depth": 1, "hidden_size": 32, "intermediate_size": 64, "num_heads": 2}
     vision |= {"out_hidden_size": text.hidden_size, "num_position_embeddings": 16}
-    config = Qwen3_5Config(text_config=text.to_dict(), vision_config=vision, tie_word_embeddings=False)
-    Qwen3_5ForConditionalGeneration(config).to(dtype).save_pretrained(folder)
-    tensors = load_file(folder / "model.safetensors")
-    renamed = {key.replace("model.", "model.language_model.", 1): value for key, value in decoder.items()}
+    mixture = isinstance(text, Qwen3_5MoeTextConfig)
+    described, kind = (
+        (Qwen3_5MoeConfig, Qwen3_5MoeForConditionalGeneration)
+        if mixture
+        else (Qwen3_5Config, Qwen3_5ForConditionalGeneration)
+    )
+    config = described(text_config=text.to_dict(), vision_config=vision, tie_word_embeddings=False)
+    model = kind(config).to(dtype)
+    config.architectures, config.dtype = [kind.__name__], dtype
+    config.save_pretrained(folder)
+    weights = pack_experts(decoder) if mixture else decoder
+    renamed = {key.replace("model.", "model.language_model.", 1): value for key, value in weights.items()}
+    tensors = {key: value.contiguous() for key, value in model.state_dict().items()}
     assert renamed.keys() == {key for key in tensors if "visual" not in key}
     tensors |= renamed | {"mtp.fc.weight": torch.randn(4, 4).to(dtype)}
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def pack_experts(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The same with the experts of each layer in two tensors, as Qwen3.5 is released."""
+    out = dict(weights)
+    for block in sorted({name.partition(".experts.0.")[0] for name in weights if ".experts.0." in name}):
+        count = sum(name.startswith(f"{block}.experts.") for name in weights) // 3
+        parts = {
+            part: torch.stack([out.pop(f"{block}.experts.{e}.{part}_proj.weight") for e in range(count)])
+            for part in ("gate", "up", "down")
+        }
+        out[f"{block}.experts.gate_up_proj"] = torch.cat([parts["gate"], parts["up"]], 1)
+        out[f"{block}.experts.down_proj"] = parts["down"]
+    return out
 
 
 def settings_for(model: Path, engine_tensor: int) -> dict[str, Any]:
@@ -257,7 +314,7 @@ def logprobs_of(
 ) -> list[torch.Tensor]:
     """Transformers' log-probs of the tokens of texts, but for the first of each."""
     config = AutoConfig.from_pretrained(folder)
-    config = config if config.architectures[0] != "Qwen3_5ForConditionalGeneration" else config.text_config
+    config = config.text_config if hasattr(config, "vision_config") else config
     kind = getattr(transformers, config.architectures[0])
     # By the names in files, which differ from those in memory for some experts.
     model = kind.from_pretrained(None, config=config, state_dict=weights, dtype=torch.float32).eval()
@@ -353,7 +410,8 @@ def check_matrix(
     bias = "mlp.gate.e_score_correction_bias"  # a buffer
     names = {n for n, _ in MODELS[name]().named_parameters()} | {n for n in weights if n.endswith(bias)}
     total = sum(4 * weights[n].numel() for n in names)
-    norms = sum(4 * weights[n].numel() for n in names if "norm" in n or n.endswith(("mlp.gate.weight", bias)))
+    replicated = ("mlp.gate.weight", "shared_expert_gate.weight", bias)
+    norms = sum(4 * weights[n].numel() for n in names if "norm" in n or n.endswith(replicated))
     sizes = [total + (engine.tensor - 1) * norms for engine in engines]
     later = sizes
     if lora is not None:  # each worker reads all adapters, and the model only once
@@ -384,7 +442,7 @@ def check_matrix(
         for layout, result in results.items():
             assert len(result["mismatch"]) == 2 * perturbations
             assert max(result["mismatch"]) < tolerance, layout
-            # Each worker gets its weights once: norms and routers are on every worker, all others on one.
+            # Each worker gets its weights once: norms and gates are on every worker, all others on one.
             assert result["bytes"] == [sizes] + [later] * (syncs - 1), layout
             read = dict(zip(("shared_memory", "process_group"), result["checked"], strict=False))
             assert read["process_group"] == [0] * len(sizes), layout

@@ -17,7 +17,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from rpg_megatron.commands.audit.module_check import ModuleChecker
-from rpg_megatron.models.activation_sites import EXPERT_MATRICES, LOGITS, expert_parameter
+from rpg_megatron.models.activation_sites import LOGITS, expert_matrices
 from tests.support.audit_sides import LENGTHS, Weights, make_side, only, verdict_of, weights_of
 from tests.support.tiny_models import TINY_MOE, use_float64, write_checkpoint
 
@@ -26,10 +26,25 @@ BLOCK = f"model.layers.{LAYER}.mlp"
 ROUTER = f"{BLOCK}.gate.weight"
 LOOSE = (float("inf"), float("inf"))
 UNNORMALISED = replace(TINY_MOE, experts=replace(TINY_MOE.experts, normalised=False))
+FEW_HEADS = replace(UNNORMALISED, num_heads=4, num_kv_heads=2)
+SHARED = replace(
+    FEW_HEADS,
+    family="qwen2_moe",
+    qk_norm=False,
+    qkv_bias=True,
+    experts=replace(UNNORMALISED.experts, shared_ffn_hidden_size=16),
+)
+WIDE = replace(
+    FEW_HEADS,
+    family="olmoe",
+    ffn_hidden_size=24,
+    wide_qk_norm=True,
+    experts=replace(UNNORMALISED.experts, layers=(0, 1, 2, 3)),
+)
 
 
-def names(*experts: int, matrices: tuple[str, ...] = EXPERT_MATRICES) -> list[str]:
-    return [expert_parameter(LAYER, e, m) for e in experts for m in matrices]
+def names(*experts: int) -> list[str]:
+    return [name for e in experts for name in expert_matrices(LAYER, f"experts.{e}")]
 
 
 def scale(name: str, factor: float) -> Callable[[Weights, Weights], Weights]:
@@ -75,7 +90,7 @@ def two_at_once(weights: Weights, earlier: Weights) -> Weights:
 
 
 def all_scaled(weights: Weights, earlier: Weights) -> Weights:
-    return {n: 2.5 * weights[n] for n in names(*range(COUNT), matrices=("down_proj",))}
+    return {n: 2.5 * weights[n] for n in names(*range(COUNT))[2::3]}
 
 
 EXPERTS = f"{BLOCK}.experts of the engine is"
@@ -110,6 +125,31 @@ def test_faults_of_experts_and_routers(fault: str):
     assert finding.parameters == ([ROUTER] if "router" in fault else names(*range(COUNT)))
 
 
+@pytest.mark.parametrize(
+    "name", ["_gate.weight", ".gate_proj.weight", ".up_proj.weight", ".down_proj.weight"]
+)
+def test_a_fault_of_a_shared_expert(name: str) -> None:
+    weights = weights_of(SHARED)
+    wrong = f"{BLOCK}.shared_expert{name}"
+    engine = make_side(SHARED, weights | {wrong: torch.zeros_like(weights[wrong])})
+    finding = only(verdict_of(SHARED, weights, engine, bounds=LOOSE))
+    assert (finding.kind, finding.side, finding.layers) == ("weights", "engine", [LAYER])
+    assert finding.text.startswith(f"{EXPERTS} {WRONG}")
+    assert wrong in finding.parameters
+
+
+@pytest.mark.parametrize("part", ["q", "k"])
+def test_a_channel_of_a_wide_norm(part: str) -> None:
+    """Of the second half of the heads: a norm of one head does not reach it."""
+    weights = weights_of(WIDE)
+    name = f"model.layers.{LAYER}.self_attn.{part}_norm.weight"
+    wrong = weights[name].clone()
+    wrong[-2] *= 1.0 + 3e-3
+    verdict = verdict_of(WIDE, weights, make_side(WIDE, weights | {name: wrong}), bounds=LOOSE)
+    assert verdict_of(WIDE, weights, make_side(WIDE, weights), bounds=LOOSE).clean
+    assert only(verdict).parameters == [name]
+
+
 def test_stale_layers_with_experts():
     weights, earlier = weights_of(TINY_MOE), weights_of(TINY_MOE, seed=1)
     wrong = weights | {n: w for n, w in earlier.items() if f".layers.{LAYER}." in n}
@@ -132,7 +172,11 @@ def test_another_use_of_the_right_experts(experts):
     assert all("mlp.experts of the engine is" in f.text for f in findings)
 
 
-@pytest.mark.parametrize("shape", [TINY_MOE, UNNORMALISED], ids=["normalised", "not normalised"])
+@pytest.mark.parametrize(
+    "shape",
+    [TINY_MOE, UNNORMALISED, SHARED, WIDE],
+    ids=["normalised", "not normalised", "shared expert", "wide norms"],
+)
 def test_the_chain_is_what_transformers_computes(shape, tmp_path: Path):
     weights = weights_of(shape)
     write_checkpoint(tmp_path, shape, weights)

@@ -15,9 +15,13 @@ import yaml
 from typer.testing import CliRunner
 
 from rpg_megatron import cli
+from rpg_megatron.commands.audit import command
 from rpg_megatron.commands.audit.command import plan_audit
-from rpg_megatron.config import UserError, load_settings
+from rpg_megatron.config import Settings, UserError, load_settings
+from rpg_megatron.engine.command import engine_command
 from rpg_megatron.launcher.run_dir import resolved_yaml
+from rpg_megatron.launcher.stopping import StopSignals
+from tests.support.tiny_models import write_byte_model
 
 
 def test_a_run_gives_its_newest_weights_and_tokens(config_file: Path, tmp_path: Path) -> None:
@@ -56,6 +60,26 @@ def test_a_run_of_adapters_gives_them_apart_from_its_model(config_file: Path, tm
     (run / "adapters" / "step_000002").mkdir(parents=True)
     model = plan_audit(run, overrides)[0].model
     assert (model.path.name, model.adapter) == ("model", run / "adapters" / "step_000002")
+
+
+def test_engines_of_an_audit_return_no_routes(
+    config_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """For routes vLLM needs cached prefixes, which an audit's engines must not have."""
+    given = {}
+
+    def stop(*_: object, engine_settings: Settings, **__: object) -> None:
+        given["engines"] = engine_settings
+        raise UserError("started")
+
+    monkeypatch.setattr(command, "run_ranks", stop)
+    model = write_byte_model(tmp_path / "moe", family="qwen2_moe", num_attention_heads=2)
+    overrides = [f"model.path={model}", "training.router_replay=rollout"]
+    with pytest.raises(UserError, match="started"):
+        command.audit(config_file, overrides, StopSignals(), None, None)
+    arguments = engine_command(given["engines"], 0, tmp_path / "e.sock")
+    assert "--no-enable-prefix-caching" in arguments
+    assert "--enable-return-routed-experts" not in arguments
 
 
 def test_what_cannot_be_audited_is_said_before_anything_starts(

@@ -22,9 +22,9 @@ from rpg_megatron.commands.audit.module_check import ActivationTrace, ModuleChec
 from rpg_megatron.config import ModelShape
 from rpg_megatron.models.activation_sites import LOGITS, Trace, split_site
 from tests.support.audit_sides import LENGTHS, make_side, only, verdict_of, weights_of
-from tests.support.tiny_models import FAMILIES, TINY, TINY_MOE, tiny_shape, write_checkpoint
+from tests.support.tiny_models import FAMILIES, HYBRIDS, TINY, TINY_MOE, tiny_shape, write_checkpoint
 
-TRACED = [name for name in FAMILIES if name not in ("granite", "olmo3", "qwen3_5")]
+TRACED = [name for name in FAMILIES if name not in ("granite", "olmo3", *HYBRIDS)]
 """Families that an audit takes."""
 
 

@@ -126,3 +126,15 @@ def test_options_of_an_engine(config_file: Path, tmp_path: Path) -> None:
         command = engine_command(load_settings(config_file, [f"model.path={path}"]), 0, tmp_path / "e.sock")
         assert ("--no-enable-prefix-caching" in command) is has
         assert ("--mamba-ssm-cache-dtype float32" in " ".join(command)) is has
+
+
+@pytest.mark.parametrize(("device", "cached"), [("cpu", False), ("cuda", True)])
+def test_routes_of_an_engine(config_file: Path, tmp_path: Path, device: str, cached: bool) -> None:
+    """On a GPU vLLM stores routes with cached prefixes; on a CPU an engine needs no store of them."""
+    model = write_byte_model(tmp_path / "model", family="qwen3_5_moe")
+    settings = load_settings(
+        config_file, [f"model.path={model}", f"device={device}", "training.router_replay=rollout"]
+    )
+    command = engine_command(settings, 0, tmp_path / "e.sock")
+    assert "--enable-return-routed-experts" in command
+    assert ("--no-enable-prefix-caching" not in command) is cached

@@ -300,7 +300,25 @@ RELIED_ON = [
         "config/vllm.py::VllmConfig._verify_aux_output_compatibility",
         "self",
         "0792d9aa2e56",
-        "route_capture: a platform of another package may bring a model runner that is not V2",
+        "route_capture: refuses model runners that are not V2, and engines that cache no prefixes",
+    ),
+    (
+        "distributed/aux_output_connector/worker.py::AuxOutputWorkerConnector.__init__",
+        "self vllm_config model kv_cache_config",
+        "6702646084b3",
+        "route_capture: takes the length of a block from resolve_kv_cache_block_sizes",
+    ),
+    (
+        "distributed/aux_output_connector/worker.py::AuxOutputWorkerConnector._commit_output",
+        "self pending",
+        "eaa3dcd4bcdf",
+        "route_capture: only routes of earlier steps, or whole blocks, need keys, which cached prefixes give",
+    ),
+    (
+        "distributed/aux_output_connector/connector.py::AuxOutputSchedulerConnector.build_connector_meta",
+        "self scheduler_output requests",
+        "677c983dda61",
+        "route_capture: what is asked for begins in the step, also after a preemption",
     ),
     (
         "distributed/aux_output_connector/worker.py::get_aux_output_connector",

@@ -137,7 +137,7 @@ def join_workers(shards: Sequence[Trace], shape: ModelShape) -> Trace:
 
     A worker's QKV projection is its query heads, then its key heads, then its value heads; its MLP projection
     is its gate columns, then its up columns. With fewer key/value heads than workers, neighbouring workers
-    hold the same ones.
+    hold the same ones. A norm over all heads is computed by every worker.
     """
     workers, d = len(shards), shape.head_dim
     heads, groups = shape.num_heads // workers, max(1, shape.num_kv_heads // workers)
@@ -154,7 +154,7 @@ def join_workers(shards: Sequence[Trace], shape: ModelShape) -> Trace:
             halves = [s[site].chunk(2, 1) for s in shards]
             whole[f"{stem}.gate"] = torch.cat([h[0] for h in halves], 1)
             whole[f"{stem}.up"] = torch.cat([h[1] for h in halves], 1)
-        elif part in _CUT:
+        elif part in _CUT and not (shape.wide_qk_norm and part.endswith("_norm")):
             step = every if part.startswith("key") else 1
             whole[site] = torch.cat([s[site] for s in shards[::step]], 1)
         else:

@@ -21,7 +21,7 @@ from rpg_megatron.launcher.stopping import StopSignals
 from rpg_megatron.launcher.summary import display_path
 
 _EAGER = ("--enforce-eager", "--no-enable-prefix-caching")
-"""Hooks see neither the modules of a compiled model nor tokens of a cached prefix."""
+"""Hooks see neither the modules of a compiled model nor tokens of a cached prefix, which routes need."""
 _SHOWN = 6  # findings per engine
 _MAY_DIFFER = ("rope_theta", "rope_scaling", "norm_eps", "dtype", "max_positions")
 _COLUMNS = {
@@ -71,7 +71,7 @@ def audit(
         arguments += ("--load-format", "safetensors")
         engines = settings.changed(model={"path": engine_model.absolute()})
         engines = engines.model_copy(update={"lora": None})  # what it loads is whole
-    engines = engines.changed(engine={"arguments": arguments})
+    engines = engines.changed(engine={"arguments": arguments}, training={"router_replay": "off"})
     options: dict[str, Any] = {"engine_settings": engines, "synced": engine_model is None}
     folder, report = run_ranks("audit", settings, signals, request, **options)
     if copy is not None:

@@ -23,17 +23,18 @@ from rpg_megatron.checkpoints.parameter_readers import Weights
 from rpg_megatron.config import ModelShape
 from rpg_megatron.config.model_shape import ExpertShape, YarnRope
 from rpg_megatron.models.activation_sites import (
-    EXPERT_MATRICES,
     FINAL_INPUT,
     FINAL_NORM,
     LOGITS,
     NORMS,
+    SHARED_EXPERT,
     Trace,
     all_sites,
     block_output,
-    expert_parameter,
+    expert_matrices,
     layer_site,
     parameter_of,
+    shared_gate,
     split_site,
 )
 from rpg_megatron.models.layer import stored_rows
@@ -161,14 +162,16 @@ class ModuleChecker:
         assert experts is not None
         x = self.found(layer_site(layer, "mlp_norm"))
         weights = routing_weights(self.found(layer_site(layer, "router")), experts)
+        blocks = {f"experts.{e}": weights[:, e] for e in range(experts.count)}
+        if experts.shared_ffn_hidden_size:
+            blocks[SHARED_EXPERT] = (x @ self._weight(shared_gate(layer)).t()).sigmoid()[:, 0]
         out = torch.zeros_like(x)
-        for e in range(experts.count):
-            tokens = weights[:, e].nonzero()[:, 0]
+        for block, scale in blocks.items():
+            tokens = scale.nonzero()[:, 0]
             if tokens.numel():
-                names = (expert_parameter(layer, e, matrix) for matrix in EXPERT_MATRICES)
-                gate, up, down = (self._local(self.weights(name)) for name in names)
+                gate, up, down = (self._local(self.weights(name)) for name in expert_matrices(layer, block))
                 hidden = F.silu(x[tokens] @ gate.t()) * (x[tokens] @ up.t())
-                out[tokens] += weights[tokens, e, None] * (hidden @ down.t())
+                out[tokens] += scale[tokens, None] * (hidden @ down.t())
         return out
 
     def _rotate(self, x: Tensor, layer: int) -> Tensor:
@@ -228,8 +231,7 @@ class ModuleChecker:
         if expected is None:
             expected = self.expected(site)
         layer, part = split_site(site)
-        if part == "experts" and layer is not None:
-            assert self.shape.experts is not None
+        if part == "experts" and layer is not None and self.shape.experts is not None:
             ambiguous = undecided(self.found(layer_site(layer, "router")), self.shape.experts)
             expected = torch.where(ambiguous[:, None], actual, expected)
         worst = distance(actual, expected)
@@ -278,9 +280,9 @@ class ModuleChecker:
     def _channel_ratios(self, site: str, expected: Tensor) -> Tensor:
         """[width] least-squares factor from expected to found values of each channel of a norm.
 
-        Heads share a norm's weight and are fitted together.
+        Heads that share a norm's weight are fitted together.
         """
-        per_head = site.endswith(("query_norm", "key_norm"))
+        per_head = site.endswith(("query_norm", "key_norm")) and not self.shape.wide_qk_norm
         width = self.shape.head_dim if per_head else expected.size(-1)
         f, e = self.found(site).reshape(-1, width), expected.reshape(-1, width)
         return (f * e).sum(0) / e.square().sum(0).clamp(min=1e-30)
