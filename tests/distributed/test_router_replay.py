@@ -50,8 +50,10 @@ FEW = {"TP2+SP, EP2, full recompute": MORE_LAYOUTS["TP2+SP, EP2, full recompute"
         pytest.param("qwen3_moe", ONE | MORE_LAYOUTS, marks=pytest.mark.long),
         ("qwen3_next", ONE | FEW),
         pytest.param("qwen3_next", LAYOUTS | MORE_LAYOUTS, marks=pytest.mark.long),
+        ("glm4_moe", ONE | FEW),
+        pytest.param("glm4_moe", LAYOUTS | MORE_LAYOUTS, marks=pytest.mark.long),
     ],
-    ids=["layouts", "more layouts", "hybrid", "hybrid, every layout"],
+    ids=["layouts", "more layouts", "hybrid", "hybrid, every layout", "sigmoid", "sigmoid, every layout"],
 )
 def test_replayed_experts_in_every_layout(
     tmp_path: Path, family: str, layouts: dict[str, Any], capsys: pytest.CaptureFixture[str]

@@ -79,7 +79,7 @@ def forced(model: PreTrainedModel, batch: list[Trajectory]) -> Iterator[dict[str
 
     Yields the shares of choices and of tokens at which the router would have chosen others, after the pass.
     """
-    routers = [m for m in model.modules() if type(m).__name__.endswith("TopKRouter")]
+    routers = [m for m in model.modules() if type(m).__name__.lower().endswith("topkrouter")]
     kind: Any = type(routers[0])
     passed = {id(router): 0 for router in routers}
     changed = [np.zeros(t.length - 1, int) for t in batch]
@@ -89,9 +89,14 @@ def forced(model: PreTrainedModel, batch: list[Trajectory]) -> Iterator[dict[str
         passed[id(self)] += 1
         chosen = torch.from_numpy(batch[number].routes[:, layer].astype(np.int64))
         logits = x.reshape(-1, self.hidden_dim) @ self.weight.t()
-        top_choice = logits.topk(self.top_k, dim=-1).indices.sort(-1).values
+        sigmoid = hasattr(self, "e_score_correction_bias")
+        scores = logits.sigmoid() + self.e_score_correction_bias if sigmoid else logits
+        top_choice = scores.topk(self.top_k, dim=-1).indices.sort(-1).values
         changed[number] += (top_choice != chosen.sort(-1).values).any(-1).numpy()
-        return logits, logits.gather(1, chosen).softmax(-1), chosen
+        if not sigmoid:
+            return logits, logits.gather(1, chosen).softmax(-1), chosen
+        weights = logits.sigmoid().gather(1, chosen)
+        return logits, weights / weights.sum(-1, keepdim=True) * self.routed_scaling_factor, chosen
 
     before, kind.forward = kind.forward, route
     counts: dict[str, float] = {}

@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 from rpg_megatron.commands.replay.command import _check_routes
 from rpg_megatron.config import UserError, load_settings, read_model_shape
-from rpg_megatron.config.model_shape import ExpertShape
+from rpg_megatron.config.model_shape import ExpertShape, SigmoidRouter
 from rpg_megatron.data.rollout_files import (
     has_routes,
     part_file,
@@ -258,6 +258,15 @@ def test_settings_of_routers_need_experts(config_file: Path, override: str, off:
         check_routers(settings, read_model_shape(settings.model.path))
     check_routers(settings, TINY_MOE)
     check_routers(load_settings(config_file, [f"training.{off}"]), TINY)
+
+
+def test_a_sigmoid_router_has_no_auxiliary_loss(config_file: Path) -> None:
+    assert TINY_MOE.experts is not None
+    shape = replace(TINY_MOE, experts=replace(TINY_MOE.experts, router=SigmoidRouter()))
+    check_routers(load_settings(config_file, [REPLAY]), shape)
+    settings = load_settings(config_file, ["training.router_aux_loss=0.01"])
+    with pytest.raises(UserError, match=r"router_aux_loss 0\.01: routers of qwen3_moe .* is not defined"):
+        check_routers(settings, shape)
 
 
 @pytest.mark.parametrize(
