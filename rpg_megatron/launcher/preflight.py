@@ -206,8 +206,8 @@ def check_routers(settings: Settings, shape: ModelShape) -> None:
             )
     if training.router_aux_loss and shape.experts is not None and shape.experts.router is not None:
         raise UserError(
-            f"training.router_aux_loss {training.router_aux_loss}: routers of {shape.family} models choose by "
-            "sigmoids and a bias, for which this loss is not defined; set it to 0"
+            f"training.router_aux_loss {training.router_aux_loss}: routers of {shape.family} models choose "
+            "by sigmoids and a bias, for which this loss is not defined; set it to 0"
         )
 
 
