@@ -46,6 +46,10 @@ transformers does not reset the state of a delta net within a row, so each sampl
 With the defaults (seed 1, 2000 steps, torch 2.13, transformers 5.19), held out: 0.30 right at temperature 1,
 0.01 greedy, 26 tokens a response, and 90% of prompts have both right and wrong answers among 8 samples.
 
+With both it makes ``hybrid_moe_model/``, a Qwen3.5-MoE that starts from ``hybrid_model/`` as above, with a
+shared expert. With 8 experts and 150 steps (seed 1, the same versions), held out: 0.30 right at temperature
+1, 0.02 greedy, 26 tokens a response, and 89% of prompts have both right and wrong answers among 8 samples.
+
 With ``--solutions N`` it makes ``solutions.jsonl`` alone: worked solutions of the first N training problems,
 without slips, to fine-tune on (examples/warm_start.yaml has 400).
 """
@@ -443,7 +447,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path(__file__).resolve().parent, help="where to write")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--steps", type=int, default=2000, help="pre-training steps")
-    parser.add_argument("--experts", type=int, help="make moe_model/, a mixture of so many experts a layer")
+    parser.add_argument("--experts", type=int, help="make a mixture of so many experts a layer")
     parser.add_argument("--hybrid", action="store_true", help="make hybrid_model/, a Qwen3.5")
     parser.add_argument("--solutions", type=int, help="make solutions.jsonl, of so many training problems")
     args = parser.parse_args()
