@@ -179,7 +179,7 @@ def find_form(model_dir: Path, shape: ModelShape) -> Form:
     """
     if not shape.untrained and (shape.experts is None or not _has_files(model_dir)):
         return Form()
-    return form_of(_list_all(model_dir))
+    return form_of(_list_all(model_dir), shape.untrained)
 
 
 def stored_bytes(tensor: StoredTensor) -> int:

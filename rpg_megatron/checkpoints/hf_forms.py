@@ -49,22 +49,20 @@ class Form:
                 out[file_name] = FileTensor(shape, {name: ()})
                 continue
             rows, columns = shape
-            is_down = expert[3] == "down"
-            file_name = f"{expert[1]}.{'down' if is_down else 'gate_up'}_proj"
-            before = out.get(file_name, FileTensor((0,), {}))
-            count = max(before.shape[0], int(expert[2]) + 1)
-            start = int(expert[2]), rows * (expert[3] == "up"), 0
-            out[file_name] = FileTensor(
-                (count, rows if is_down else 2 * rows, columns), before.parts | {name: start}
-            )
+            both = expert[3] != "down"
+            file_name = f"{expert[1]}.{'gate_up' if both else 'down'}_proj"
+            parts = out[file_name].parts if file_name in out else {}
+            parts[name] = int(expert[2]), rows * (expert[3] == "up"), 0
+            out[file_name] = FileTensor((len(parts) // (1 + both), rows * (1 + both), columns), parts)
         return out
 
 
-def form_of(names: Iterable[str]) -> Form:
-    """The form of a checkpoint's files. names: of their tensors."""
+def form_of(names: Iterable[str], untrained: tuple[str, ...]) -> Form:
+    """The form of a checkpoint's files. names: of their tensors. untrained: how those of others begin."""
     names = list(names)
     old = ("language_model.", "vision_tower.", "multi_modal_projector.")
-    return Form(any(n.startswith(old) for n in names), any(n.endswith(PACKED) for n in names))
+    packed = any(n.endswith(PACKED) and not n.startswith(untrained) for n in names)
+    return Form(any(n.startswith(old) for n in names), packed)
 
 
 def decoder_tensors(stored: Mapping[str, StoredTensor]) -> tuple[dict[str, StoredTensor], list[str]]:

@@ -14,6 +14,7 @@ from safetensors.torch import load_file, save_file
 
 from rpg_megatron.checkpoints.hf_export import export_hf
 from rpg_megatron.checkpoints.hf_files import describe_computed, list_checkpoint, verify_hf_checkpoint
+from rpg_megatron.checkpoints.hf_forms import Form, form_of
 from rpg_megatron.checkpoints.hf_import import load_hf_weights, read_whole
 from rpg_megatron.commands.convert.inspect import inspect_checkpoint
 from rpg_megatron.config import Settings
@@ -408,3 +409,18 @@ def test_a_trainer_writes_as_few_files_as_its_limit_allows(tmp_path, monkeypatch
         assert len(files) > 1
         assert all(size <= limit or len(part) == 1 for size, part in zip(sizes, stored, strict=True))
         assert any(len(part) > 1 for part in stored)
+
+
+def test_packed_tensors_that_are_not_trained_say_nothing_of_the_decoders() -> None:
+    names = ["model.layers.0.mlp.experts.0.gate_proj.weight", "mtp.layers.0.mlp.experts.gate_up_proj"]
+    assert form_of(names, ("mtp.",)) == Form()
+    assert (
+        form_of(names, ())
+        == form_of(["model.layers.0.mlp.experts.gate_up_proj"], ("mtp.",))
+        == Form(packed=True)
+    )
+    shapes = mapping_for(PACKED).hf_tensors()
+    tensors = Form(packed=True).tensors(shapes)
+    assert tensors["model.layers.3.mlp.experts.gate_up_proj"].shape == (4, 48, 24)
+    assert tensors["model.layers.3.mlp.experts.down_proj"].shape == (4, 24, 24)
+    assert {name for tensor in tensors.values() for name in tensor.parts} == {*shapes}
