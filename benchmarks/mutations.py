@@ -30,6 +30,7 @@ ROOT = Path(__file__).parents[1]
 LAYERS = [
     "config/families.py",
     "config/model_config.py",
+    "config/expert_config.py",
     "config/model_shape.py",
     "models/partition.py",
     "models/layer.py",
@@ -38,6 +39,7 @@ LAYERS = [
     "policy/rotary.py",
     "policy/layers.py",
     "policy/attention.py",
+    "checkpoints/hf_forms.py",
 ]
 LAYER_TESTS = [
     [
