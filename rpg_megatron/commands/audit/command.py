@@ -58,9 +58,8 @@ def audit(
     if copy is not None and not copy.absolute().parent.is_dir():
         raise UserError(f"--out: {copy.absolute().parent} is not a folder; create it, or choose another")
     shape = read_model_shape(settings.model.path)
-    sigmoids = shape.experts is not None and shape.experts.router is not None
     other = shape.post_norm or shape.is_part or shape.scales != Scales() or shape.gated_attention
-    if other or sigmoids:
+    if other or (shape.experts is not None and shape.experts.router is not None):
         raise UserError(
             f"audit: it does not know the modules of {shape.family} models in vLLM; compare log-probs by the "
             "run's mismatch metrics (guards)"

@@ -158,9 +158,8 @@ class ModuleChecker:
 
     def _run_experts(self, layer: int) -> Tensor:
         """The output of a layer's experts, from the router's logits: [t, hidden]."""
-        experts = self.shape.experts
+        experts, x = self.shape.experts, self.found(layer_site(layer, "mlp_norm"))
         assert experts is not None
-        x = self.found(layer_site(layer, "mlp_norm"))
         weights = routing_weights(self.found(layer_site(layer, "router")), experts)
         blocks = {f"experts.{e}": weights[:, e] for e in range(experts.count)}
         if experts.shared_ffn_hidden_size:
