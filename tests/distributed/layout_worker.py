@@ -16,6 +16,8 @@ import torch.distributed as dist
 from megatron.core import parallel_state as mpu
 from megatron.core.ssm.gated_delta_net import GatedDeltaNet
 from megatron.core.transformer.attention import SelfAttention
+from megatron.core.transformer.mlp import MLP
+from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
 
 from rpg_megatron.checkpoints.hf_export import export_adapter, export_hf
 from rpg_megatron.config import Settings, read_model_shape
@@ -30,15 +32,19 @@ from rpg_megatron.policy.device import start_device, start_process_group
 from rpg_megatron.policy.layers import ResidualAdd, RMSNorm
 from rpg_megatron.policy.length_groups import group_by_length
 from rpg_megatron.policy.model import Mesh, start_mesh
+from rpg_megatron.policy.router_aux_loss import Router
 from rpg_megatron.policy.router_replay import change_metrics, count_changes
 from rpg_megatron.training.loss import build_aggregator, build_loss
 from tests.support.rank_policy import checkpoint_policy, checkpoint_teacher, cut_unevenly
 
 _CPU = torch.device("cpu")
-_build = DeltaNet.__init__
+_build, _route = DeltaNet.__init__, Router.forward
 PLANTS: dict[str, tuple[Any, str, Any]] = {
     "no norm behind blocks": (ResidualAdd, "_add", lambda self, out, residual, dropout: residual + out[0]),
     "each rank's own heads": (layers, "_mean", lambda x, group: x.mean(-1, keepdim=True)),
+    "no gate of the shared expert": (SharedExpertMLP, "forward", lambda self, x: MLP.forward(self, x)[0]),
+    "no shared expert": (SharedExpertMLP, "forward", lambda self, x: torch.zeros_like(x)),
+    "no bias of the router": (Router, "forward", lambda self, *a, **k: _unbiased(self, *a, **k)),
     "no gate": (SelfAttention, "_apply_output_gate", lambda self, x, gate: x),
     "weights without 1": (RMSNorm, "forward", lambda self, x: _norm(self, x, False)),
     "a 1 too many": (RMSNorm, "forward", lambda self, x: _norm(self, x, True)),
@@ -61,6 +67,15 @@ def _norm(norm: RMSNorm, x: torch.Tensor, zero_centred: bool) -> torch.Tensor:
 def _unmarked(layer: DeltaNet, *arguments: Any, **more: Any) -> None:
     _build(layer, *arguments, **more)
     layer.out_norm.weight.sequence_parallel = False
+
+
+def _unbiased(router: Router, *arguments: Any, **more: Any) -> Any:
+    before = router.expert_bias.data
+    router.expert_bias.data = torch.zeros_like(before)
+    try:
+        return _route(router, *arguments, **more)
+    finally:
+        router.expert_bias.data = before
 
 
 def measure(name: str, case: dict, mesh: Mesh, folder: Path, device: torch.device) -> dict:

@@ -11,6 +11,9 @@ Not covered here: bfloat16, Transformer Engine's grouped layers, the engine.
 from __future__ import annotations
 
 import copy
+import json
+import pickle
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -28,11 +31,13 @@ from tests.support.layouts import (
     check,
     gradient_error,
     make_batch,
+    make_case,
     reference_logprobs,
     reference_update,
     run_layouts,
     score_batch,
 )
+from tests.support.ranks import run_ranks
 from tests.support.tiny_models import HYBRIDS, make_model, use_float64
 
 SIZES = {
@@ -137,6 +142,44 @@ EIGHT = {
 }
 """For families beside Qwen3."""
 FEW = {name: EIGHT[name] for name in ("TP2+SP, ETP2", "TP2+SP x DP2, EP2")}
+
+
+PLANTED: dict[str, tuple[str, dict[str, Any], str]] = {
+    "the gate of the shared expert": ("qwen3_5_moe", {}, "no gate of the shared expert"),
+    "the shared expert": ("glm4_moe", {}, "no shared expert"),
+    "the bias of the router": ("glm4_moe", {}, "no bias of the router"),
+    "the scale of the weights": ("glm4_moe", {"routed_scaling_factor": 1.0}, ""),
+    "groups of experts": ("glm4_moe, groups", {"n_group": 1, "topk_group": 1}, ""),
+    "the sum of the weights": ("qwen2_moe", {"norm_topk_prob": False}, ""),
+    "dimensions that are not rotated": (
+        "glm4_moe",
+        {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 1.0}},
+        "",
+    ),
+    "another expert a token": ("olmoe", {"num_experts_per_tok": 3}, ""),
+}
+"""What is left out -> model, changes of the config.json that our side reads, fault of the worker."""
+
+
+def test_what_is_left_out_is_found(tmp_path: Path) -> None:
+    """Log-probs or gradients of every model of ``PLANTED`` are not those of transformers."""
+    batch, reference, cases = make_batch(), {}, {}
+    for name in sorted({name for name, *_ in PLANTED.values()}):
+        family, sizes = MODELS[name]
+        with use_float64():
+            model = make_model(tmp_path / name, family, noise=0.06 if family in HYBRIDS else 0.15, **sizes)
+            reference[name] = score_batch(model, batch), reference_update(model, batch, "rpg")
+    (tmp_path / "batch.pkl").write_bytes(pickle.dumps(batch))
+    for fault, (name, changes, plant) in PLANTED.items():
+        folder = shutil.copytree(tmp_path / name, tmp_path / fault.replace(" ", "_"))
+        config = json.loads((folder / "config.json").read_text()) | changes
+        (folder / "config.json").write_text(json.dumps(config))
+        case = make_case(folder, {}, 2, OBJECTIVES["rpg"], lr=0.0, after=False)
+        cases[fault] = {**case, "batch": "batch.pkl", "plant": plant}
+    (tmp_path / "cases.json").write_text(json.dumps(cases))
+    for fault, result in run_ranks("tests.distributed.layout_worker", 1, tmp_path).items():
+        with pytest.raises(AssertionError, match=r"log-probs of|gradient of|gradients' norm|loss"):
+            check(tmp_path, fault, result, batch, *reference[PLANTED[fault][0]], gradient_tolerance=1e-4)
 
 
 def transformers_error(
