@@ -244,13 +244,17 @@ if __name__ == "__main__":
 
 
 @pytest.mark.long  # an engine's start; exports are bit-identical to what transformers wrote, as tested above
-@pytest.mark.parametrize("family", ["qwen3-moe", "mistral", "phi3", "olmo3", "granite"])
+@pytest.mark.parametrize(
+    "family", ["qwen3-moe", "qwen2-moe", "olmoe", "glm4-moe", "mistral", "phi3", "olmo3", "granite"]
+)
 def test_a_stock_vllm_serves_an_export(tmp_path: Path, family: str) -> None:
     """Without our plug-in: log-probs as transformers computes them from the model before the conversion."""
     sizes = {"hidden_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 96}
     sizes |= {"vocab_size": 128}
-    if family == "qwen3-moe":
-        sizes |= {"head_dim": 32, "moe_intermediate_size": 32}
+    if family in ("qwen3-moe", "glm4-moe"):
+        sizes |= {"head_dim": 32}
+    if family.endswith("moe"):
+        sizes |= {"moe_intermediate_size": 32}
     source = write_model(tmp_path / "hf", family, **sizes)
     there_and_back(tmp_path, source)
 
