@@ -179,7 +179,19 @@ def test_a_small_rank_holds_what_is_planned(
 @pytest.mark.parametrize(
     ("family", "changes"),
     [
-        *((family, {}) for family in ("mistral", "phi3", "olmo3", "qwen3_5", "qwen3_5_moe", "qwen2_moe")),
+        *(
+            (family, {})
+            for family in (
+                "mistral",
+                "phi3",
+                "olmo3",
+                "qwen3_5",
+                "qwen3_5_moe",
+                "qwen2_moe",
+                "olmoe",
+                "glm4_moe",
+            )
+        ),
         ("olmoe", {}),
         ("qwen3_5", ADAPTERS["LoRA"]),
         ("qwen3_5", ADAPTERS["LoRA merged"]),
