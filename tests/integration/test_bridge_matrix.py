@@ -72,7 +72,7 @@ def test_a_hundred_syncs_under_way(tmp_path: Path, capsys: pytest.CaptureFixture
 
 @pytest.mark.long
 @pytest.mark.timeout(5400)
-@pytest.mark.parametrize("name", ["qwen3-moe", "qwen2-moe", "olmoe", "qwen3.5-moe", "qwen3-next"])
+@pytest.mark.parametrize("name", ["qwen3-moe", "qwen2-moe", "olmoe", "glm-4.5", "qwen3.5-moe", "qwen3-next"])
 def test_experts_after_five_perturbations(
     tmp_path: Path, name: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
