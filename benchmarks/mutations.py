@@ -48,6 +48,7 @@ LAYER_TESTS = [
         "tests/unit/test_mappings_against_megatron_bridge.py",
         "tests/unit/test_packed_attention.py",
         "tests/unit/test_hf_checkpoints.py",
+        "tests/unit/test_layer_checks.py",
         "tests/unit/test_audit_verdict.py",
         "tests/unit/test_checks.py",
         "tests/unit/test_examples.py",
@@ -100,6 +101,7 @@ PAIRS = {
     "training/trainer.py": [
         "tests/unit/test_open_metrics.py",
         "tests/unit/test_hf_checkpoints.py",
+        "tests/unit/test_layer_checks.py",
         *_UPDATES,
     ],
     "training/weight_sync.py": [

@@ -20,7 +20,7 @@ from typing import Any
 
 import pytest
 
-from rpg_megatron.config.lora import TARGETS
+from rpg_megatron.config.lora import INTERLEAVED_TARGETS, SOFTMAX_TARGETS, TARGETS
 from tests.support.bridge_rig import bridge_engines, check_matrix
 
 WORLDS: dict[int, dict[str, dict[str, int]]] = {
@@ -128,3 +128,12 @@ def test_adapters_beside_windows(tmp_path: Path, capsys: pytest.CaptureFixture[s
     lora = {"rank": 4, "targets": TARGETS}
     with bridge_engines(tmp_path, "mistral", [1], lora=lora) as engines:
         check_matrix(tmp_path, engines, "mistral", {1: WORLDS[1]}, 1, capsys, tolerance=1e-4, lora=lora)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(1200)
+@pytest.mark.usefixtures("forked_starts")
+def test_adapters_of_interleaved_projections(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    lora = {"rank": 6, "targets": [*SOFTMAX_TARGETS, *INTERLEAVED_TARGETS, "out_proj"]}
+    with bridge_engines(tmp_path, "qwen3-next", [1], lora=lora) as engines:
+        check_matrix(tmp_path, engines, "qwen3-next", {1: HYBRID[1]}, 1, capsys, tolerance=1e-4, lora=lora)

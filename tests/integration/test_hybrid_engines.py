@@ -239,10 +239,14 @@ def test_interrupted_responses_continue(tmp_path: Path) -> None:
 @pytest.mark.skipif(
     not torch.cpu._is_avx512_bf16_supported(), reason="vLLM's kernels for bfloat16 need AVX-512 with bfloat16"
 )
-def test_bfloat16_after_each_sync(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "name",
+    ["qwen3.5, heads of 128", pytest.param("qwen3.5-moe, heads of 128", marks=pytest.mark.long)],
+)
+def test_bfloat16_after_each_sync(tmp_path: Path, name: str) -> None:
     """The released form by vLLM's own kernels and loader; syncs bring it no further from transformers."""
     base, model = tmp_path / "base", tmp_path / "model"
-    make_model("qwen3.5, heads of 128", base, torch.bfloat16)
+    make_model(name, base, torch.bfloat16)
 
     def weights_of(seed: int) -> dict[str, torch.Tensor]:
         """All of the same size, since rounding grows with it."""
@@ -251,7 +255,7 @@ def test_bfloat16_after_each_sync(tmp_path: Path) -> None:
             for name, weight in state_dict(base, seed).items()
         }
 
-    write_released("qwen3.5, heads of 128", model, weights_of(0), torch.bfloat16)
+    write_released(name, model, weights_of(0), torch.bfloat16)
     settings = Settings.model_validate(settings_for(model, 1) | {"precision": {"dtype": "bfloat16"}})
     layout = mapping_for(read_model_shape(model))
 

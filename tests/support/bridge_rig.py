@@ -176,6 +176,9 @@ MODELS: dict[str, Callable[[], Any]] = {
     ),
     "qwen3.5": lambda: Qwen3_5ForCausalLM(Qwen3_5TextConfig(**hybrid(32, 48))),
     "qwen3.5, heads of 128": lambda: Qwen3_5ForCausalLM(Qwen3_5TextConfig(**hybrid(128, 128))),
+    "qwen3.5-moe, heads of 128": lambda: Qwen3_5MoeForCausalLM(
+        Qwen3_5MoeTextConfig(**hybrid(128, 128, **MIXTURE))
+    ),
     "qwen3.5-moe": lambda: Qwen3_5MoeForCausalLM(Qwen3_5MoeTextConfig(**hybrid(32, 48, **MIXTURE))),
     "qwen3-next": lambda: Qwen3NextForCausalLM(
         Qwen3NextConfig(**hybrid(32, 48, **MIXTURE), mlp_only_layers=[1])
