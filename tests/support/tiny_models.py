@@ -389,8 +389,8 @@ def write_byte_model(folder: Path, seed: int = 0, family: str = "qwen3", **chang
 
 def write_vision_model(folder: Path, family: str = "mistral") -> dict[str, Any]:
     """A random Mistral Small 3 or Qwen3.5 in its released form: a vision tower, a tensor of a head that
-    predicts several tokens, in several files, of Mistral under older names; beside them a working tokenizer.
-    Returns all tensors.
+    predicts several tokens, in several files, of Mistral under older names, packed experts; beside them a
+    working tokenizer. Returns all tensors.
     """
     import torch
     from safetensors.torch import load_file
@@ -399,6 +399,8 @@ def write_vision_model(folder: Path, family: str = "mistral") -> dict[str, Any]:
         Mistral3ForConditionalGeneration,
         Qwen3_5Config,
         Qwen3_5ForConditionalGeneration,
+        Qwen3_5MoeConfig,
+        Qwen3_5MoeForConditionalGeneration,
     )
 
     write_byte_model(folder, family=family, num_attention_heads=2)
@@ -419,8 +421,12 @@ def write_vision_model(folder: Path, family: str = "mistral") -> dict[str, Any]:
             "num_heads": 2,
             "out_hidden_size": 64,
         }
-        hybrid = Qwen3_5Config(vision_config=sizes, text_config=text, tie_word_embeddings=False)
-        Qwen3_5ForConditionalGeneration(hybrid).save_pretrained(folder)
+        if family == "qwen3_5":
+            hybrid = Qwen3_5Config(vision_config=sizes, text_config=text, tie_word_embeddings=False)
+            Qwen3_5ForConditionalGeneration(hybrid).save_pretrained(folder)
+        else:
+            mixture = Qwen3_5MoeConfig(vision_config=sizes, text_config=text, tie_word_embeddings=False)
+            Qwen3_5MoeForConditionalGeneration(mixture).save_pretrained(folder)
     tensors = load_file(folder / "model.safetensors")
     names = {name: re.sub(r"^model\.", "model.language_model.", name) for name in decoder}
     if family == "mistral":
@@ -434,7 +440,7 @@ def write_vision_model(folder: Path, family: str = "mistral") -> dict[str, Any]:
     (folder / "merges.txt").unlink()
     (folder / "config.json").write_bytes(described)
     (folder / "tokenizer.json").write_bytes(tokenizer)
-    return tensors
+    return pack_experts(folder) if family == "qwen3_5_moe" else tensors
 
 
 def pack_experts(folder: Path) -> dict[str, Any]:
