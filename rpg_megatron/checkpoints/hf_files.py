@@ -262,7 +262,10 @@ def verify_hf_checkpoint(
     Raises one UserError that lists every missing, unexpected and wrongly shaped tensor, or the corrupt files;
     also for a head that is not the embedding: transformers and vLLM use it in spite of config.json.
     """
-    stored, twice = decoder_tensors(list_checkpoint(model_dir))
+    experts = mapping.shape.experts
+    # One more than there are, so that it is named below.
+    most = 0 if experts is None else experts.count + 1
+    stored, twice = decoder_tensors(list_checkpoint(model_dir), most)
     if twice:
         raise UserError(f"{model_dir}: has tensors under two names: {_some(twice)}; remove one of each")
     untrained = [name for name in stored if name.startswith(mapping.shape.untrained)]

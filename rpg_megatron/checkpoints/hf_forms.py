@@ -65,21 +65,26 @@ def form_of(names: Iterable[str], untrained: tuple[str, ...]) -> Form:
     return Form(any(n.startswith(old) for n in names), packed)
 
 
-def decoder_tensors(stored: Mapping[str, StoredTensor]) -> tuple[dict[str, StoredTensor], list[str]]:
-    """Tensors of files by their names in mappings; and those that are there twice, as the files name them."""
+def decoder_tensors(
+    stored: Mapping[str, StoredTensor], most: int = 2**16
+) -> tuple[dict[str, StoredTensor], list[str]]:
+    """Tensors of files by their names in mappings; and those that are there twice, as the files name them.
+
+    most: packed experts of a layer in the result; there may be any number in a file's header.
+    """
     out: dict[str, StoredTensor] = {}
     twice: list[str] = []
     for name, tensor in stored.items():
         start = next((old for old in _OLD_NAMES if name.startswith(old)), "")
         name = _OLD_NAMES.get(start, "") + name.removeprefix(start)
-        for part, value in _experts(name, tensor) or [(name, tensor)]:
+        for part, value in _experts(name, tensor, most) or [(name, tensor)]:
             twice += [f"{tensor.name} ({part})"] * (part in out)
             out[part] = value
     return out, twice
 
 
-def _experts(name: str, tensor: StoredTensor) -> list[tuple[str, StoredTensor]]:
-    """The matrices of packed experts; empty for another tensor."""
+def _experts(name: str, tensor: StoredTensor, most: int) -> list[tuple[str, StoredTensor]]:
+    """The matrices of packed experts, of ``most`` at most; empty for another tensor."""
     match = _ALL_EXPERTS.fullmatch(name)
     if match is None or len(tensor.shape) != 3:
         return []
@@ -89,7 +94,7 @@ def _experts(name: str, tensor: StoredTensor) -> list[tuple[str, StoredTensor]]:
         return []
     rows, size = rows // len(kinds), ITEM_BYTES.get(SAFETENSORS.get(tensor.dtype, ""), 1)
     out = []
-    for place, (expert, kind) in enumerate((e, k) for e in range(count) for k in kinds):
+    for place, (expert, kind) in enumerate((e, k) for e in range(min(count, most)) for k in kinds):
         part = replace(
             tensor,
             shape=(rows, columns),
@@ -101,5 +106,5 @@ def _experts(name: str, tensor: StoredTensor) -> list[tuple[str, StoredTensor]]:
 
 
 def _old_name(name: str) -> str:
-    old, new = next((old, new) for old, new in _OLD_NAMES.items() if name.startswith(new))
+    old, new = next(((old, new) for old, new in _OLD_NAMES.items() if name.startswith(new)), ("", ""))
     return old + name.removeprefix(new)

@@ -3,6 +3,7 @@
 Not covered: an export by several ranks (tests/distributed/test_hf_export_ranks.py), files larger than memory.
 """
 
+import json
 import resource
 import struct
 import tracemalloc
@@ -143,6 +144,29 @@ def test_packed_experts_that_are_wrong_are_refused(tmp_path):
         packed_checkpoint(tmp_path, **changes)
         with pytest.raises(UserError, match=message):
             verify_hf_checkpoint(tmp_path, layout)
+
+
+@pytest.mark.parametrize(("dtype", "shape"), [("F32", [2**62, 0, 24]), ("F8_E8M0", [2**40, 48, 24])])
+@pytest.mark.timeout(60)
+def test_packed_experts_of_any_number_cost_nothing(tmp_path, dtype, shape):
+    """A header of a few bytes may name more experts than fit into memory: without numbers, or of a dtype
+    whose size is unknown.
+    """
+    name = "model.layers.1.mlp.experts.gate_up_proj"
+    header = json.dumps({name: {"dtype": dtype, "shape": shape, "data_offsets": [0, 0]}}).encode()
+    (tmp_path / "model.safetensors").write_bytes(struct.pack("<Q", len(header)) + header)
+    with pytest.raises(
+        UserError, match=r"unexpected: model\.layers\.1\.mlp\.experts\.4\.gate_proj\.weight, "
+    ):
+        verify_hf_checkpoint(tmp_path, mapping_for(PACKED))
+
+
+def test_packed_experts_in_a_dense_model_are_named(tmp_path):
+    weights = random_state_dict(mapping_for(TINY))
+    name = "model.layers.1.mlp.experts.gate_up_proj"
+    write_checkpoint(tmp_path, TINY, weights | {name: torch.zeros(4, 48, 24)})
+    with pytest.raises(UserError, match=rf"unexpected: {name};"):
+        verify_hf_checkpoint(tmp_path, mapping_for(TINY))
 
 
 def corrupt(kind, file):
@@ -409,6 +433,15 @@ def test_a_trainer_writes_as_few_files_as_its_limit_allows(tmp_path, monkeypatch
         assert len(files) > 1
         assert all(size <= limit or len(part) == 1 for size, part in zip(sizes, stored, strict=True))
         assert any(len(part) > 1 for part in stored)
+
+
+def test_a_form_of_old_names_keeps_other_names() -> None:
+    form = form_of(["vision_tower.x", "model.norm.weight"], ())
+    assert form == Form(old_names=True)
+    assert form.tensors({"model.norm.weight": (4,), "lm_head.weight": (8, 4)}).keys() == {
+        "model.norm.weight",
+        "language_model.lm_head.weight",
+    }
 
 
 def test_packed_tensors_that_are_not_trained_say_nothing_of_the_decoders() -> None:
