@@ -60,8 +60,11 @@ def _sigmoid_experts(raw: dict[str, Any], family: Family, layers: int) -> Expert
     count, per_token, size, shared = (read_size(key, raw[key]) for key in keys)
     groups, chosen = read_size("n_group", raw["n_group"]), read_size("topk_group", raw["topk_group"])
     dense = raw["first_k_dense_replace"]
-    if not isinstance(dense, int) or not 0 <= dense < layers:
-        raise ValueError(f"first_k_dense_replace is {dense!r}; it must be less than num_hidden_layers")
+    if type(dense) is not int or not 0 <= dense < layers:
+        raise ValueError(
+            f"first_k_dense_replace is {repr(dense)[:80]}; it must be less than num_hidden_layers "
+            f"({layers}), and 0 or more"
+        )
     if layers * count > _MOST_EXPERTS:
         raise ValueError(f"{layers} layers of {count} experts; at most {_MOST_EXPERTS:,} experts in all")
     if not 1 < per_token <= count // groups * chosen or count % groups or chosen > groups:

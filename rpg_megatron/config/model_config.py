@@ -118,7 +118,8 @@ def _untrained(raw: dict[str, Any], family: Family, layers: int) -> tuple[str, .
         return family.untrained
     key = "num_nextn_predict_layers"
     count = raw.get(key, int(family.defaults[key]))
-    return tuple(f"model.layers.{layers + n}." for n in range(read_size(key, count) if count else 0))
+    none = count is None or (type(count) is int and count == 0)
+    return tuple(f"model.layers.{layers + n}." for n in range(0 if none else read_size(key, count)))
 
 
 def _scales(raw: dict[str, Any]) -> Scales:
@@ -171,7 +172,7 @@ def _refuse_variants(file: Path, raw: dict[str, Any], family: Family) -> None:
     if read_flag(raw, "mlp_bias"):
         problems.append("mlp_bias=true is not supported: released models have none")
     if raw.get("hidden_act", "silu") != "silu":
-        problems.append(f"hidden_act={raw['hidden_act']!r} is not supported; known: silu")
+        problems.append(f"hidden_act={shorten(repr(raw['hidden_act']), 80)} is not supported; known: silu")
     for key, values in family.fixed.items():
         value = raw.get(key)
         if value is not None and (value not in values if values else value is not False):
