@@ -147,13 +147,15 @@ def wrap_data_parallel(
         if hasattr(module, "fuse_wgrad_accumulation"):
             module.fuse_wgrad_accumulation = True
     overlap = settings.overlap and replicas > 1
-    frozen = any(not p.requires_grad for chunk in chunks for p in chunk.parameters())
+    named = (named for chunk in chunks for named in chunk.named_parameters())
+    # Biases of sigmoid routers are never trained.
+    adapters = any(not p.requires_grad and not name.endswith(".router.expert_bias") for name, p in named)
     config = DistributedDataParallelConfig(
         grad_reduce_in_fp32=True,
         use_distributed_optimizer=settings.distributed,
         overlap_grad_reduce=overlap,
         # Megatron gathers a parameter when its module is called, and those of adapters are not.
-        overlap_param_gather=overlap and settings.distributed and not frozen,
+        overlap_param_gather=overlap and settings.distributed and not adapters,
         fp8_param_gather=precision.fp8 is not None and precision.fp8.parameters,
     )
     models = [

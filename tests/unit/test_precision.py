@@ -101,7 +101,7 @@ def test_recipe_reaches_model_gradients_and_optimizer(
         lambda config, *_, **__: captured.update(optimizer=config) or SimpleNamespace(param_groups=[]),
     )
     fused, other = SimpleNamespace(fuse_wgrad_accumulation=False), SimpleNamespace()
-    chunk: Any = SimpleNamespace(config=config, parameters=lambda: [], modules=lambda: [fused, other])
+    chunk: Any = SimpleNamespace(config=config, named_parameters=lambda: [], modules=lambda: [fused, other])
     optimizer.wrap_data_parallel([chunk], OptimizerSettings(), settings, 1)
     assert fused.fuse_wgrad_accumulation is True
     assert not vars(other)
