@@ -55,6 +55,6 @@ def read_flag(raw: dict[str, Any], key: str) -> bool:
 
 def read_positive(key: str, value: Any) -> float:
     """A number. Raises ValueError if it is not above 0 and finite."""
-    if not isinstance(value, int | float) or not 0 < value < math.inf:
+    if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value < math.inf:
         raise ValueError(f"{key} is {str(value)[:80]}; it must be a number greater than 0")
     return float(value)

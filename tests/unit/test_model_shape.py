@@ -377,6 +377,7 @@ def test_sigmoid_routers_are_read_as_transformers_does(tmp_path: Path, changes: 
         ({"num_nextn_predict_layers": []}, r"num_nextn_predict_layers is \[\]; it must be an integer"),
         ({"hidden_act": "x" * 500}, r"hidden_act='x{79}\.\.\. is not supported"),
         ({"routed_scaling_factor": 0}, "routed_scaling_factor is 0; it must be a number greater than 0"),
+        ({"routed_scaling_factor": True}, "routed_scaling_factor is True; it must be a number greater"),
         ({"n_routed_experts": 2**16}, "6 layers of 65536 experts; at most"),
         ({"num_nextn_predict_layers": "x"}, "num_nextn_predict_layers is 'x'; it must be an integer"),
     ],
