@@ -76,9 +76,7 @@ def _local_layer(shape: ModelShape, n: int) -> ModuleSpec:
     return layer
 
 
-def _fused_layer(
-    shape: ModelShape, n: int, *, separate_norms: bool = False, share_prompts: bool = False
-) -> ModuleSpec:
+def _fused_layer(shape: ModelShape, n: int, *, separate_norms: bool, share_prompts: bool) -> ModuleSpec:
     """Spec of Megatron's Transformer Engine layer ``n``, which supports packed sequences; experts are
     grouped.
     """

@@ -288,13 +288,14 @@ def test_expert_layers_use_transformer_engine_grouped_linears(
     monkeypatch.setattr(gpt_layer_specs, "TESpecProvider", NamedSpecs)
     monkeypatch.setattr(te_specs, "TEColumnParallelGroupedLinear", "grouped column")
     monkeypatch.setattr(te_specs, "TERowParallelGroupedLinear", "grouped row")
-    layer = layer_specs._fused_layer(TINY_MOE, 1).submodules
+    usual = {"separate_norms": False, "share_prompts": False}
+    layer = layer_specs._fused_layer(TINY_MOE, 1, **usual).submodules
     experts = layer.mlp.keywords["submodules"].experts
     assert experts.func is TEGroupedMLP
     assert experts.keywords["submodules"].linear_fc1 == "grouped column"
     assert experts.keywords["submodules"].linear_fc2 == "grouped row"
     assert layer.pre_mlp_layernorm == "layer_norm"
-    dense = layer_specs._fused_layer(TINY_MOE, 0).submodules
+    dense = layer_specs._fused_layer(TINY_MOE, 0, **usual).submodules
     assert dense.pre_mlp_layernorm is IdentityOp
     assert dense.mlp.keywords["submodules"].linear_fc1 == "column_parallel_layer_norm_linear"
 
