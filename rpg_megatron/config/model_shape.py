@@ -245,7 +245,7 @@ class ModelShape:
         """The rotary embedding of a layer."""
         return self.windows.rope if self.windows and layer in self.windows.layers else self.rope
 
-    def padded_vocab(self, tensor: int, multiple: int = 1) -> int:
+    def padded_vocab(self, tensor: int, multiple: int) -> int:
         """Vocabulary rows, padded so that each of ``tensor`` ranks holds a multiple of ``multiple``."""
         step = tensor * multiple
         return -(-self.vocab_size // step) * step
