@@ -142,11 +142,11 @@ class SigmoidRouter:
     DeepSeek-V3, arXiv 2412.19437, 2.1.2). A token's weights are the sigmoids of its experts, normalised.
     """
 
-    scale: float = 1.0
+    scale: float
     """Factor of the weights (routed_scaling_factor)."""
-    groups: int = 1
+    groups: int
     """Groups of consecutive experts (n_group)."""
-    chosen_groups: int = 1
+    chosen_groups: int
     """Groups from which a token's experts are, those with the largest sum of their best two (topk_group)."""
 
 

@@ -262,7 +262,7 @@ def test_settings_of_routers_need_experts(config_file: Path, override: str, off:
 
 def test_a_sigmoid_router_has_no_auxiliary_loss(config_file: Path) -> None:
     assert TINY_MOE.experts is not None
-    shape = replace(TINY_MOE, experts=replace(TINY_MOE.experts, router=SigmoidRouter()))
+    shape = replace(TINY_MOE, experts=replace(TINY_MOE.experts, router=SigmoidRouter(1.0, 1, 1)))
     check_routers(load_settings(config_file, [REPLAY]), shape)
     settings = load_settings(config_file, ["training.router_aux_loss=0.01"])
     with pytest.raises(UserError, match=r"router_aux_loss 0\.01: routers of qwen3_moe .* is not defined"):
