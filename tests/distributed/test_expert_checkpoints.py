@@ -20,7 +20,7 @@ import pytest
 from rpg_megatron.checkpoints.run_folder import find_problems, step_folder
 from tests.support.checkpoints import compare, make_resume_case, write_batch
 from tests.support.ranks import run_ranks
-from tests.support.tiny_models import make_model
+from tests.support.tiny_models import HYBRIDS, make_model
 
 SP = {"tensor": 2, "sequence": True}
 LAYOUTS: dict[str, dict[str, Any]] = {
@@ -93,14 +93,25 @@ def test_a_checkpoint_loads_with_and_without_expert_parallelism(tmp_path: Path) 
     run_all(tmp_path, "distributed", [source], ["DP4", "TP2+SP x PP2, ETP2"])
 
 
-@pytest.mark.parametrize("family", ["glm4_moe", pytest.param("qwen3_5_moe", marks=pytest.mark.long)])
+@pytest.mark.parametrize(
+    "family",
+    [
+        "glm4_moe",
+        *(
+            pytest.param(family, marks=pytest.mark.long)
+            for family in ("qwen3_5_moe", "qwen3_next", "qwen2_moe", "olmoe")
+        ),
+    ],
+)
 def test_shared_experts_and_biases_of_routers(tmp_path: Path, family: str) -> None:
     """A bias is a parameter without optimizer state; linear attention is stored in parts."""
     write_batch(tmp_path, make_model(tmp_path / "model", family, noise=0.08, **SIZES))
     # Attention and norms, 7 and 6 or 15; an MLP has 2, experts with router and shared expert 5 and one more.
-    count = {"glm4_moe": 7 + 2 + 3 * (7 + 6), "qwen3_5_moe": 2 * (6 + 6) + 2 * (15 + 6)}[family] + 3
+    hybrid = 2 * (6 + 6) + 2 * (15 + 6)
+    counts = {"glm4_moe": 7 + 2 + 3 * (7 + 6), "qwen2_moe": 4 * (5 + 6), "olmoe": 4 * (6 + 3)}
+    count = counts.get(family, hybrid) + 3
     loaded = ["TP2+SP x DP2, EP2", "DP4", "TP2+SP x PP2, ETP2"]
-    other = 5e-6 if family == "qwen3_5_moe" else 1e-6  # its norms amplify rounding
+    other = 5e-6 if family in HYBRIDS else 1e-6  # their norms amplify rounding
     run_all(tmp_path, "distributed", loaded[:1], loaded, count=count, tolerance=other)
 
 
