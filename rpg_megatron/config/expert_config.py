@@ -65,6 +65,9 @@ def _sigmoid_experts(raw: dict[str, Any], family: Family, layers: int) -> Expert
             f"first_k_dense_replace is {repr(dense)[:80]}; it must be less than num_hidden_layers "
             f"({layers}), and 0 or more"
         )
+    kinds = raw.get("mlp_layer_types")  # which transformers reads, and vLLM the other key
+    if kinds not in (None, ["dense"] * dense + ["sparse"] * (layers - dense)):
+        raise ValueError(f"mlp_layer_types and first_k_dense_replace ({dense}) differ")
     if layers * count > _MOST_EXPERTS:
         raise ValueError(f"{layers} layers of {count} experts; at most {_MOST_EXPERTS:,} experts in all")
     if not 1 < per_token <= count // groups * chosen or count % groups or chosen > groups:

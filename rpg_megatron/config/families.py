@@ -33,6 +33,10 @@ class Family:
     """Experts are chosen by sigmoid scores plus a bias, and the shared expert has no gate, with DeepSeek-V3's
     keys.
     """
+    latent: bool = False
+    """Attention is latent, with DeepSeek-V3's keys."""
+    required: tuple[str, ...] = ()
+    """Of ``fixed`` the keys without which vLLM would compute something else than transformers."""
     scales: bool = False
     """config.json has multipliers: of embedding, residual stream, attention scores and logits."""
     windows: Literal["no", "all", "some"] = "no"
@@ -148,6 +152,47 @@ FAMILIES["Glm4MoeForCausalLM"] = Family(
     },
 )
 
+FAMILIES["DeepseekV3ForCausalLM"] = Family(
+    "deepseek_v3",
+    "DeepSeek-V3, R1 and V3.1, Moonlight, Kimi-K2",
+    experts=True,
+    sigmoid_router=True,
+    latent=True,
+    untrained=("next",),
+    ropes=("default", "yarn"),
+    fixed={
+        "norm_topk_prob": (True,),
+        "scoring_func": ("sigmoid",),
+        "topk_method": ("noaux_tc",),
+        "moe_layer_freq": (1,),
+        "rope_interleave": (True,),
+    },
+    required=("scoring_func", "topk_method"),
+    defaults={
+        "n_routed_experts": 256,
+        "moe_intermediate_size": 2048,
+        "n_group": 8,
+        "topk_group": 4,
+        "first_k_dense_replace": 3,
+        "routed_scaling_factor": 2.5,
+        "num_nextn_predict_layers": 1,
+    },
+)
+FAMILIES["Glm4MoeLiteForCausalLM"] = replace(
+    FAMILIES["DeepseekV3ForCausalLM"],
+    name="glm4_moe_lite",
+    models="GLM-4.7-Flash",
+    ropes=("default",),
+    required=(),
+    defaults={
+        "n_routed_experts": 64,
+        "moe_intermediate_size": 1536,
+        "num_experts_per_tok": 4,
+        "routed_scaling_factor": 1.8,
+        "num_nextn_predict_layers": 1,
+    },
+)
+
 _MIXTURE = {
     "num_experts_per_tok": 10,
     "num_experts": 512,
@@ -199,8 +244,8 @@ FAMILIES |= {
 }
 
 NOT_SUPPORTED = {
-    "DeepseekV": "DeepSeek",
-    "KimiK": "Kimi",
+    "DeepseekV": "DeepSeek-V2, V3.2 and V4",
+    "KimiK": "Kimi-K2.5 and K3",
     "GptOss": "gpt-oss",
     "Gemma": "Gemma",
     "GraniteMoe": "Granite 4, mixtures of Granite 3",

@@ -13,6 +13,7 @@ from rpg_megatron.config.families import FAMILIES, NOT_SUPPORTED, Family, descri
 from rpg_megatron.config.files import places_of, read_json
 from rpg_megatron.config.model_keys import SIZES, read_flag, read_positive, read_size
 from rpg_megatron.config.model_shape import (
+    LatentAttention,
     LinearAttention,
     Llama3Rope,
     ModelShape,
@@ -74,6 +75,11 @@ def read_model_shape(path: Path) -> ModelShape:
             raise ValueError(
                 f"num_key_value_heads is {kv_heads}, which does not divide num_attention_heads ({heads})"
             )
+        latent = _latent(given, heads, kv_heads) if family.latent else None
+        head_dim = sizes.get("head_dim", max(sizes["hidden_size"] // heads, 1))
+        if latent is not None:  # transformers calls the rotated part of a head head_dim
+            head_dim = latent.plain_dim + latent.rotated_dim
+        rope = _rope(raw, family)
         return ModelShape(
             family=family.name,
             num_layers=layers,
@@ -81,12 +87,12 @@ def read_model_shape(path: Path) -> ModelShape:
             ffn_hidden_size=sizes["intermediate_size"],
             num_heads=heads,
             num_kv_heads=kv_heads,
-            head_dim=sizes.get("head_dim", max(sizes["hidden_size"] // heads, 1)),
+            head_dim=head_dim,
             vocab_size=sizes["vocab_size"],
             tied_embeddings=read_flag(raw, "tie_word_embeddings"),
             qk_norm=family.qk_norm != "no" and _has(raw, family, "use_qk_norm"),
             qkv_bias=family.qkv_bias and _has(raw, family, "attention_bias"),
-            rope=_rope(raw, family),
+            rope=rope,
             norm_eps=read_positive("rms_norm_eps", raw["rms_norm_eps"]),
             max_positions=sizes["max_position_embeddings"],
             dtype=str(raw.get("dtype") or raw.get("torch_dtype") or "float32"),
@@ -95,10 +101,11 @@ def read_model_shape(path: Path) -> ModelShape:
             wide_qk_norm=family.qk_norm == "wide",
             post_norm=family.post_norm,
             fused_rows=family.fused_rows,
-            scales=_scales(raw) if family.scales else Scales(),
+            scales=_scales(raw, family, head_dim),
             zero_centred=family.linear,
             gated_attention=family.linear,
             linear=_linear(raw, family, layers),
+            latent=latent,
             prefix="model.language_model." if family.inside else "model.",
             untrained=_untrained(raw, family, layers),
         )
@@ -122,10 +129,28 @@ def _untrained(raw: dict[str, Any], family: Family, layers: int) -> tuple[str, .
     return tuple(f"model.layers.{layers + n}." for n in range(0 if none else read_size(key, count)))
 
 
-def _scales(raw: dict[str, Any]) -> Scales:
+def _scales(raw: dict[str, Any], family: Family, head_dim: int) -> Scales:
+    if family.latent and (rope := _rope_settings(raw, family, _FULL))["rope_type"] == "yarn":
+        factor = _yarn_magnitude(rope, "mscale_all_dim")
+        return Scales(attention=head_dim**-0.5 * factor * factor)
+    if not family.scales:
+        return Scales()
     keys = ("embedding_multiplier", "residual_multiplier", "attention_multiplier", "logits_scaling")
     embedding, residual, attention, divisor = (read_positive(key, raw.get(key, 1.0)) for key in keys)
     return Scales(embedding, residual, attention, 1 / divisor)
+
+
+def _latent(given: dict[str, Any], heads: int, kv_heads: int) -> LatentAttention:
+    keys = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
+    rank, plain, rotated, value = (read_size(key, given[key]) for key in keys)
+    query_rank = read_size("q_lora_rank", given["q_lora_rank"]) if "q_lora_rank" in given else 0
+    if kv_heads != heads or rotated % 2 or value > plain + rotated:
+        raise ValueError(
+            f"num_key_value_heads is {kv_heads} of {heads} heads, qk_rope_head_dim {rotated}, v_head_dim "
+            f"{value} with keys of {plain + rotated}; latent attention has as many keys as queries, an even "
+            "number of rotated dimensions, and values no longer than keys"
+        )
+    return LatentAttention(query_rank, rank, plain, rotated, value)
 
 
 def _text_config(file: Path, raw: dict[str, Any], family: Family) -> dict[str, Any]:
@@ -180,6 +205,12 @@ def _refuse_variants(file: Path, raw: dict[str, Any], family: Family) -> None:
             problems.append(
                 f"{key}={shorten(ascii(value), 80)} is not supported for {family.name}; released models "
                 f"have {known}"
+            )
+    for key in family.required:
+        if raw.get(key) is None:
+            problems.append(
+                f"{key} is missing, without which vLLM would compute something else; set it to "
+                f"{json.dumps(family.fixed[key][0])}"
             )
     given, older = raw.get("rope_parameters"), raw.get("rope_scaling")
     if given and older and given != older:
@@ -291,8 +322,10 @@ def _rope(raw: dict[str, Any], family: Family, kind: str = _FULL) -> Rope:
         # The same order of keys as in transformers.
         key = "original_max_position_embeddings"
         original = raw.get(key) or rope.get(key) or raw["max_position_embeddings"]
-        scaled = _llama3 if rope["rope_type"] == "llama3" else _yarn
-        scaling = scaled(rope, read_size("max_position_embeddings", original))
+        positions = read_size("max_position_embeddings", original)
+        scaling = (
+            _llama3(rope, positions) if rope["rope_type"] == "llama3" else _yarn(rope, family, positions)
+        )
     fraction = read_positive("partial_rotary_factor", rope["partial_rotary_factor"])
     if fraction > 1:
         raise ValueError(f"partial_rotary_factor is {fraction:g}; it must be at most 1")
@@ -314,11 +347,24 @@ def _llama3(rope: dict[str, Any], original: int) -> Llama3Rope:
     return scaling
 
 
-def _yarn(rope: dict[str, Any], original: int) -> YarnRope:
-    if unknown := sorted({"mscale", "mscale_all_dim"} & rope.keys()) or rope.get("truncate") is False:
+def _yarn_magnitude(rope: dict[str, Any], key: str) -> float:
+    """1 + 0.1 ln(factor), the paper's sqrt(1 / t) (3.4), with DeepSeek's multiplier of the logarithm."""
+    factor, multiplier = (read_positive(k, rope[k]) for k in ("factor", key))
+    return 0.1 * multiplier * math.log(factor) + 1 if factor > 1 else 1.0
+
+
+def _yarn(rope: dict[str, Any], family: Family, original: int) -> YarnRope:
+    others = () if family.latent else ("mscale", "mscale_all_dim")
+    if unknown := sorted(set(others) & rope.keys()) or rope.get("truncate") is False:
         raise ValueError(f"rope scaling of type yarn with {unknown or 'truncate false'} is not supported")
     factor = read_positive("factor", rope["factor"])
     magnitude = rope.get("attention_factor")
+    if family.latent:  # vLLM multiplies by an attention_factor, transformers replaces by it
+        if magnitude is not None:
+            raise ValueError(
+                "rope scaling of type yarn with attention_factor is not supported for this family"
+            )
+        magnitude = _yarn_magnitude(rope, "mscale") / _yarn_magnitude(rope, "mscale_all_dim")
     if magnitude is None:
         magnitude = 0.1 * math.log(factor) + 1 if factor > 1 else 1.0
     fast, slow = (read_positive(k, rope.get(k) or v) for k, v in (("beta_fast", 32), ("beta_slow", 1)))

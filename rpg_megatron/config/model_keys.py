@@ -32,6 +32,11 @@ _LARGEST = {
     "n_group": 2**16,
     "topk_group": 2**16,
     "num_nextn_predict_layers": 100,
+    "q_lora_rank": 2**20,
+    "kv_lora_rank": 2**20,
+    "qk_nope_head_dim": 2**16,
+    "qk_rope_head_dim": 2**16,
+    "v_head_dim": 2**16,
 }
 """Key -> maximum value, far above that of any model."""
 

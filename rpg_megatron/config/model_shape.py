@@ -118,6 +118,26 @@ class LinearAttention:
         return self.value_heads * (3 * self.key_dim * self.value_dim + in_chunk)
 
 
+@dataclass(frozen=True)
+class LatentAttention:
+    """Softmax attention with keys and values from a short vector of each token, the latent.
+
+    The rotated dimensions of a key come from the token itself, and all heads share them (DeepSeek-V2, arXiv
+    2405.04434, 2.1).
+    """
+
+    query_rank: int
+    """Size of the queries' own latent (q_lora_rank); 0: queries are projected in one step."""
+    rank: int
+    """Size of the latent of keys and values (kv_lora_rank)."""
+    plain_dim: int
+    """Dimensions of a query's and of a key's head that are not rotated (qk_nope_head_dim)."""
+    rotated_dim: int
+    """Those that are, the last ones, in neighbouring pairs (qk_rope_head_dim)."""
+    value_dim: int
+    """Size of a value's head (v_head_dim)."""
+
+
 CHUNK = 64
 """Tokens that the gated delta rule computes together, in FLA and here."""
 
@@ -209,6 +229,8 @@ class ModelShape:
     """Whether q_proj also computes a gate, which the output of softmax attention is multiplied by."""
     linear: LinearAttention | None = None
     """None: all layers have softmax attention."""
+    latent: LatentAttention | None = None
+    """None: keys and values are projected in one step. Otherwise ``head_dim`` is that of queries and keys."""
     prefix: str = "model."
     """What the names of the tensors begin with, but for the output layer."""
     untrained: tuple[str, ...] = ()
@@ -255,6 +277,12 @@ class ModelShape:
         """Active parameters of a token: in the matrices of all layers, and in the output layer."""
         heads, kv = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
         columns = self.active_ffn_columns / self.num_layers
+        if (latent := self.latent) is not None:
+            down = latent.rank + latent.rotated_dim + (latent.query_rank or heads)
+            up = latent.rank * self.num_heads * (latent.plain_dim + latent.value_dim)
+            up += latent.query_rank * heads
+            per_layer = up + self.hidden_size * (down + self.num_heads * latent.value_dim + 3 * columns)
+            return int(self.num_layers * per_layer), self.hidden_size * self.vocab_size
         if (linear := self.linear) is None and not self.gated_attention:
             layer = int(self.hidden_size * (2 * heads + 2 * kv + 3 * columns))
             return self.num_layers * layer, self.hidden_size * self.vocab_size
@@ -286,7 +314,8 @@ class ModelShape:
         """The same, if all layers had full attention."""
         in_layers, in_head = self.matmul_parameters
         layers = self.num_layers
-        return (in_layers // layers + in_head / layers) / (self.num_heads * self.head_dim)
+        value_dim = self.latent.value_dim if self.latent else self.head_dim
+        return (in_layers // layers + in_head / layers) / (self.num_heads * (self.head_dim + value_dim) / 2)
 
     def forward_flops(self, tokens: float, squares: float) -> float:
         """FLOPs of a forward pass; a backward pass takes twice as many.
@@ -294,7 +323,7 @@ class ModelShape:
         tokens, squares: sums of n and ``squares(n)`` over the sequences of n tokens.
         2 P n for products with the P parameters of matrices (Kaplan et al. 2020, arXiv 2001.08361, 2.1), and
         2 n^2 heads head_dim layers for causal attention, half of 4 n^2 (Narayanan et al. 2021, arXiv
-        2104.04473, appendix).
+        2104.04473, appendix); head_dim is the mean of a key's and a value's.
         """
         flops = 2 * sum(self.matmul_parameters) * (tokens + squares / self._attention_length)
         return flops + 2 * self.state_products * tokens

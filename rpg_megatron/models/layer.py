@@ -14,6 +14,7 @@ Where Megatron-Core and Hugging Face differ:
   of a group, then all its gates.
 - A gated delta net has one input projection: queries, keys, values, gates, beta, alpha, each cut by heads.
   Qwen3-Next's two tensors have these of each key head together.
+- Latent attention has its own names; its projections to latents are replicated, those from them cut by heads.
 - Megatron's gate of the shared expert belongs to that expert.
 - Transformer Engine fuses the norms before QKV, in_proj and fc1 into those layers, under other names.
 """
@@ -24,12 +25,14 @@ from dataclasses import replace
 from functools import lru_cache
 from itertools import accumulate
 
-from rpg_megatron.config.model_shape import LinearAttention, ModelShape
+from rpg_megatron.config.model_shape import LatentAttention, LinearAttention, ModelShape
 from rpg_megatron.models.partition import Parameter, Segment
 
 FUSED = {
     "self_attention.linear_qkv.layer_norm_weight": "input_layernorm.weight",
     "self_attention.in_proj.layer_norm_weight": "input_layernorm.weight",
+    "self_attention.linear_q_up_proj.layer_norm_weight": "self_attention.q_layernorm.weight",
+    "self_attention.linear_kv_up_proj.layer_norm_weight": "self_attention.kv_layernorm.weight",
     "mlp.linear_fc1.layer_norm_weight": "pre_mlp_layernorm.weight",
 }
 """Transformer Engine's name -> the local spec's."""
@@ -64,6 +67,8 @@ def _parameters(s: ModelShape, experts: bool, linear: bool) -> dict[str, Paramet
     out = {one: its}
     if linear and s.linear is not None:
         out |= {f"self_attention.{name}": parameter for name, parameter in _delta_net(s, s.linear).items()}
+    elif s.latent is not None:
+        out |= {f"self_attention.{name}": parameter for name, parameter in _latent(s, s.latent).items()}
     else:
         out["self_attention.linear_qkv.weight"] = qkv(s, "weight")
         out["self_attention.linear_proj.weight"] = by_columns("self_attn.o_proj.weight", s.hidden_size, heads)
@@ -92,6 +97,30 @@ def _parameters(s: ModelShape, experts: bool, linear: bool) -> dict[str, Paramet
             width = s.head_dim * (count if s.wide_qk_norm else 1)
             out[f"self_attention.{name}_layernorm.weight"] = vector(f"self_attn.{name}_norm.weight", width)
     return out
+
+
+def _latent(s: ModelShape, latent: LatentAttention) -> dict[str, Parameter]:
+    """Latent attention."""
+    hf, rank, query_rank = "self_attn.", latent.rank, latent.query_rank
+    queries, expanded = s.num_heads * s.head_dim, s.num_heads * (latent.plain_dim + latent.value_dim)
+
+    def by_rows(name: str, rows: int, columns: int) -> Parameter:
+        return Parameter((Segment(f"{hf}{name}.weight", rows),), columns, "rows")
+
+    down = Segment(f"{hf}kv_a_proj_with_mqa.weight", rank + latent.rotated_dim)
+    out = {
+        "linear_kv_down_proj.weight": Parameter((down,), s.hidden_size),
+        "kv_layernorm.weight": vector(f"{hf}kv_a_layernorm.weight", rank),
+        "linear_kv_up_proj.weight": by_rows("kv_b_proj", expanded, rank),
+        "linear_proj.weight": by_columns(f"{hf}o_proj.weight", s.hidden_size, s.num_heads * latent.value_dim),
+    }
+    if not query_rank:
+        return out | {"linear_q_proj.weight": by_rows("q_proj", queries, s.hidden_size)}
+    return out | {
+        "linear_q_down_proj.weight": Parameter((Segment(f"{hf}q_a_proj.weight", query_rank),), s.hidden_size),
+        "q_layernorm.weight": vector(f"{hf}q_a_layernorm.weight", query_rank),
+        "linear_q_up_proj.weight": by_rows("q_b_proj", queries, query_rank),
+    }
 
 
 def _delta_net(s: ModelShape, linear: LinearAttention) -> dict[str, Parameter]:

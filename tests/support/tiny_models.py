@@ -50,6 +50,13 @@ _COMMON = {
     "bos_token_id": None,
     "pad_token_id": 256,
 }
+_LATENT = {
+    "q_lora_rank": 40,
+    "kv_lora_rank": 24,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 16,
+    "v_head_dim": 24,
+}
 _MIXTURE = {
     "num_experts": 8,
     "num_experts_per_tok": 2,
@@ -156,6 +163,48 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "first_k_dense_replace": 1,
         "num_nextn_predict_layers": 0,
     },
+    "deepseek_v3": {
+        "architectures": ["DeepseekV3ForCausalLM"],
+        "model_type": "deepseek_v3",
+        **{key: value for key, value in _COMMON.items() if key not in ("rope_theta", "num_key_value_heads")},
+        **_LATENT,
+        "num_key_value_heads": 4,
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "rope_theta": 10000.0,
+            "factor": 4.0,
+            "original_max_position_embeddings": 128,
+            "beta_fast": 32,
+            "beta_slow": 1,
+            "mscale": 1.0,
+            "mscale_all_dim": 0.5,
+        },
+        "scoring_func": "sigmoid",
+        "topk_method": "noaux_tc",
+        "n_routed_experts": 8,
+        "num_experts_per_tok": 2,
+        "n_group": 2,
+        "topk_group": 1,
+        "n_shared_experts": 1,
+        "moe_intermediate_size": 64,
+        "routed_scaling_factor": 2.5,
+        "first_k_dense_replace": 1,
+        "num_nextn_predict_layers": 0,
+    },
+    "glm4_moe_lite": {
+        "architectures": ["Glm4MoeLiteForCausalLM"],
+        "model_type": "glm4_moe_lite",
+        **{key: value for key, value in _COMMON.items() if key != "num_key_value_heads"},
+        **_LATENT,
+        "num_key_value_heads": 4,
+        "n_routed_experts": 8,
+        "num_experts_per_tok": 2,
+        "n_shared_experts": 1,
+        "moe_intermediate_size": 64,
+        "routed_scaling_factor": 1.8,
+        "first_k_dense_replace": 1,
+        "num_nextn_predict_layers": 0,
+    },
     "olmoe": {
         "architectures": ["OlmoeForCausalLM"],
         "model_type": "olmoe",
@@ -173,7 +222,14 @@ CONFIGS: dict[str, dict[str, Any]] = {
         **_COMMON,
     },
 }
-"""Family -> config.json."""
+"""Family -> config.json; Moonlight is deepseek_v3 with ``MOONLIGHT``."""
+MOONLIGHT: dict[str, Any] = {
+    "q_lora_rank": None,
+    "n_group": 1,
+    "topk_group": 1,
+    "n_shared_experts": 2,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 50000.0},
+}
 HYBRIDS = ("qwen3_5", "qwen3_5_moe", "qwen3_next")
 """Families with linear attention, whose other norms multiply by 1 + weight."""
 AWKWARD = {
@@ -509,7 +565,9 @@ def use_float64() -> Iterator[None]:
     the gated delta rule, then token by token, as the paper defines it.
     """
     import torch
+    from transformers.models.deepseek_v3 import modeling_deepseek_v3 as deepseek_v3
     from transformers.models.glm4_moe import modeling_glm4_moe as glm4_moe
+    from transformers.models.glm4_moe_lite import modeling_glm4_moe_lite as glm4_moe_lite
     from transformers.models.olmoe import modeling_olmoe as olmoe
     from transformers.models.qwen2_moe import modeling_qwen2_moe as qwen2_moe
     from transformers.models.qwen3_5 import modeling_qwen3_5 as hybrid
@@ -559,6 +617,10 @@ def use_float64() -> Iterator[None]:
         (olmoe.OlmoeTopKRouter, "forward", route),
         (glm4_moe.Glm4MoeRMSNorm, "forward", norm),
         (glm4_moe.Glm4MoeTopkRouter, "forward", route_by_sigmoid),
+        (deepseek_v3.DeepseekV3RMSNorm, "forward", norm),
+        (deepseek_v3.DeepseekV3TopkRouter, "forward", route_by_sigmoid),
+        (glm4_moe_lite.Glm4MoeLiteRMSNorm, "forward", norm),
+        (glm4_moe_lite.Glm4MoeLiteTopkRouter, "forward", route_by_sigmoid),
         (qwen3_5_moe.Qwen3_5MoeTopKRouter, "forward", route),
         (qwen3_next.Qwen3NextTopKRouter, "forward", route),
         (hybrid.Qwen3_5RMSNormGated, "forward", gated_norm),

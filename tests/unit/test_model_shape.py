@@ -498,9 +498,9 @@ def test_every_spelling_of_llama3_rope_scaling(tmp_path: Path, spelling: dict[st
             "2 of 4 layers have sliding_attention",
         ),
         (
-            LLAMA | {"architectures": ["DeepseekV3ForCausalLM"]},
-            r"DeepSeek \(architecture DeepseekV3ForCausalLM\) is not supported; use one of: Llama 2, 3 to .*"
-            "Mistral.*; CONTRIBUTING.md",
+            LLAMA | {"architectures": ["DeepseekV32ForCausalLM"]},
+            r"DeepSeek-V2, V3.2 and V4 \(architecture DeepseekV32ForCausalLM\) is not supported; use one of: "
+            "Llama 2, 3 to .*Mistral.*; CONTRIBUTING.md",
         ),
         (LLAMA | {"architectures": ["Foo"]}, "architecture Foo is not supported; use one of: Llama"),
         (PHI3 | {"rope_scaling": {"type": "longrope"}}, "rope type 'longrope' is not supported for phi3"),
@@ -554,7 +554,7 @@ def test_every_spelling_of_llama3_rope_scaling(tmp_path: Path, spelling: dict[st
             "tie_word_embeddings is True in text_config and None outside",
         ),
         (QWEN3_5 | {"attention_bias": True}, "attention_bias=true is not supported for qwen3_5"),
-        (QWEN3_5 | {"architectures": ["DeepseekV3ForCausalLM"]}, r"DeepSeek \(arch"),
+        (QWEN3_5 | {"architectures": ["DeepseekV2ForCausalLM"]}, r"V4 \(arch"),
         (GRANITE | {"layer_types": ["full_attention"] * 4}, "layer_types=.* is not supported for granite"),
         (MISTRAL | {"sliding_window": 0}, "sliding_window is 0; it must be an integer of 1 to"),
         (GRANITE | {"logits_scaling": 0}, "logits_scaling is 0; it must be a number greater than 0"),
