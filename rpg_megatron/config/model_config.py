@@ -349,7 +349,7 @@ def _llama3(rope: dict[str, Any], original: int) -> Llama3Rope:
 
 def _yarn_magnitude(rope: dict[str, Any], key: str) -> float:
     """1 + 0.1 ln(factor), the paper's sqrt(1 / t) (3.4), with DeepSeek's multiplier of the logarithm."""
-    factor, multiplier = (read_positive(k, rope[k]) for k in ("factor", key))
+    factor, multiplier = (read_positive(k, rope.get(k)) for k in ("factor", key))
     return 0.1 * multiplier * math.log(factor) + 1 if factor > 1 else 1.0
 
 

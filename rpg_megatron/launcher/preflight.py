@@ -213,9 +213,10 @@ def check_routers(settings: Settings, shape: ModelShape) -> None:
 
 def check_head_dim(settings: Settings, shape: ModelShape) -> None:
     """Check that engines on a CPU support the model's head size."""
+    key = "head_dim" if shape.latent is None else "qk_nope_head_dim + qk_rope_head_dim"
     if settings.device == "cpu" and shape.head_dim not in CPU_HEAD_DIMS:
         raise UserError(
-            f"model.path: {settings.model.path} has heads of {shape.head_dim} (head_dim in config.json); on "
+            f"model.path: {settings.model.path} has heads of {shape.head_dim} ({key} in config.json); on "
             f"a CPU vLLM supports {', '.join(map(str, CPU_HEAD_DIMS))}; use another model, or device=cuda"
         )
 

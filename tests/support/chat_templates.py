@@ -22,6 +22,7 @@ MARKS += (
     "<|end|>",
     "<|observation|>",
 )
+MARKS += ("<|im_system|>", "<|im_user|>", "<|im_assistant|>", "<|im_middle|>")
 MARKS += ("<|User|>", "<|Assistant|>", "<|end_of_sentence|>", "<|turn|>", "<|end_of_turn|>")
 KINDS = ("plain", "truncating and padding", "adding BOS and EOS")
 
@@ -132,6 +133,14 @@ STYLES = {
 {{- '<|end_of_sentence|>' }}{%- endif %}{%- endfor %}
 {%- if add_generation_prompt %}{{ '<|Assistant|>' }}{%- endif %}""",
         "<|end_of_sentence|>",
+        EOS,
+    ),
+    "a mark for each role": Style(
+        r"""{%- for m in messages %}{%- if loop.first and m.role != 'system' %}
+{{- '<|im_system|>system<|im_middle|>You help.<|im_end|>' }}{%- endif %}
+{{- '<|im_' + ('system' if m.role == 'tool' else m.role) + '|>' + m.role + '<|im_middle|>' + (m.content or '') + '<|im_end|>' }}
+{%- endfor %}{%- if add_generation_prompt %}{{ '<|im_assistant|>assistant<|im_middle|>' }}{%- endif %}""",
+        "<|im_end|>",
         EOS,
     ),
     "zephyr": Style(

@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from transformers import AutoConfig
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from rpg_megatron.config import UserError, read_model_shape
 from rpg_megatron.config.model_shape import (
@@ -28,6 +29,7 @@ from rpg_megatron.config.model_shape import (
 )
 from rpg_megatron.models.registry import mapping_for
 from rpg_megatron.policy.layer_specs import megatron_rotates
+from rpg_megatron.policy.rotary import rotary_frequencies
 from tests.support.tiny_models import FAMILIES, tiny_shape
 
 LLAMA = {
@@ -385,6 +387,112 @@ def test_sigmoid_routers_are_read_as_transformers_does(tmp_path: Path, changes: 
 def test_sigmoid_routers_that_are_refused(tmp_path: Path, changes: dict[str, object], message: str) -> None:
     with pytest.raises(UserError, match=message):
         read(tmp_path, GLM | changes)
+
+
+YARN = {
+    "type": "yarn",
+    "factor": 40,
+    "mscale": 1.0,
+    "mscale_all_dim": 0.5,
+    "beta_fast": 32,
+    "beta_slow": 1,
+    "original_max_position_embeddings": 4096,
+}
+DEEPSEEK = {
+    **{key: value for key, value in GLM.items() if key != "attention_bias"},
+    "architectures": ["DeepseekV3ForCausalLM"],
+    "num_key_value_heads": 6,
+    "kv_lora_rank": 20,
+    "q_lora_rank": 28,
+    "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 4,
+    "v_head_dim": 10,
+    "scoring_func": "sigmoid",
+    "topk_method": "noaux_tc",
+    "rope_theta": 1e4,
+    "head_dim": 4,  # as transformers writes it
+}
+FLASH = {**DEEPSEEK, "architectures": ["Glm4MoeLiteForCausalLM"], "scoring_func": None, "topk_method": None}
+
+
+@pytest.mark.parametrize(
+    ("kind", "raw"),
+    [
+        ("deepseek_v3", DEEPSEEK),
+        ("deepseek_v3", DEEPSEEK | {"rope_scaling": YARN, "n_routed_experts": 16}),
+        ("deepseek_v3", DEEPSEEK | {"rope_scaling": YARN | {"mscale": 0.7, "beta_fast": 1}}),
+        ("deepseek_v3", DEEPSEEK | {"q_lora_rank": None, "n_group": 1, "topk_group": 1}),
+        ("glm4_moe_lite", FLASH),
+        ("glm4_moe_lite", FLASH | {"mlp_layer_types": ["dense"] + ["sparse"] * 5, "num_experts_per_tok": 2}),
+    ],
+)
+def test_latent_attention_is_read_as_transformers_does(
+    tmp_path: Path, kind: str, raw: dict[str, object]
+) -> None:
+    shape = read(tmp_path, raw)
+    config = AutoConfig.for_model(kind, **json.loads(json.dumps(raw)))
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config).model
+    attention, rotary = model.layers[0].self_attn, type(model.rotary_emb)(config)
+    latent, e = shape.latent, shape.experts
+    assert latent is not None
+    assert latent.query_rank == (config.q_lora_rank or 0)
+    assert (latent.rank, latent.plain_dim, latent.rotated_dim, latent.value_dim) == (20, 8, 4, 10)
+    assert (shape.head_dim, shape.num_kv_heads) == (attention.qk_head_dim, 6)
+    assert (shape.scales.attention or shape.head_dim**-0.5) == pytest.approx(attention.scaling, rel=1e-12)
+    magnitude = shape.rope.scaling.magnitude if isinstance(shape.rope.scaling, YarnRope) else 1.0
+    assert magnitude == pytest.approx(rotary.attention_scaling, rel=1e-12)
+    assert torch.equal(rotary_frequencies(shape.rope, latent.rotated_dim), rotary.inv_freq)
+    assert e is not None
+    assert e.router == SigmoidRouter(config.routed_scaling_factor, config.n_group, config.topk_group)
+    sparse = [n for n, layer in enumerate(model.layers) if hasattr(layer.mlp, "experts")]
+    assert (list(e.layers), e.per_token) == (sparse, config.num_experts_per_tok)
+    assert shape.untrained == ("model.layers.6.",)
+
+
+def test_cost_of_latent_attention(tmp_path: Path) -> None:
+    """A token passes each matrix once, and each pair of tokens the dimensions of its key and of its value."""
+    for changes in ({}, {"q_lora_rank": None}):
+        shape = read(tmp_path, DEEPSEEK | {"first_k_dense_replace": 5} | changes)
+        tensors = mapping_for(shape).hf_tensors().items()
+        idle = [f"experts.{n}." for n in range(8, 16)]
+        matrices = sum(
+            math.prod(s)
+            for n, s in tensors
+            if len(s) > 1 and "embed_tokens" not in n and not any(f"mlp.{i}" in n for i in idle)
+        )
+        assert sum(shape.matmul_parameters) == matrices
+        # Scores and sums of values: 2 x (12 + 10) a pair and head, half of the pairs.
+        assert shape.forward_flops(0, 100 * 100) == pytest.approx(100 * 100 / 2 * 2 * (12 + 10) * 6 * 6)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"scoring_func": None}, 'scoring_func is missing, without which vLLM .* set it to "sigmoid"'),
+        ({"topk_method": None}, 'topk_method is missing, without which vLLM .* set it to "noaux_tc"'),
+        ({"topk_method": "greedy"}, "topk_method='greedy' is not supported for deepseek_v3; released"),
+        ({"scoring_func": "softmax"}, "scoring_func='softmax' is not supported"),
+        ({"rope_interleave": False}, "rope_interleave=False is not supported"),
+        ({"moe_layer_freq": 2}, "moe_layer_freq=2 is not supported"),
+        ({"attention_bias": True}, "attention_bias=true is not supported for deepseek_v3"),
+        ({"num_key_value_heads": 2}, "num_key_value_heads is 2 of 6 heads"),
+        ({"qk_rope_head_dim": 5}, "qk_rope_head_dim 5, .* an even number of rotated dimensions"),
+        ({"v_head_dim": 13}, "v_head_dim 13 with keys of 12"),
+        ({"kv_lora_rank": None}, "the key 'kv_lora_rank' is missing"),
+        ({"q_lora_rank": 0}, "q_lora_rank is 0; it must be an integer of 1"),
+        ({"q_lora_rank": True}, "q_lora_rank is True; it must be an integer of 1"),
+        ({"mlp_layer_types": ["dense"] * 2 + ["sparse"] * 4}, r"mlp_layer_types and first_k.* \(3\) differ"),
+        ({"rope_scaling": YARN | {"mscale": None}}, "mscale is None; it must be a number greater than 0"),
+        ({"rope_scaling": YARN | {"mscale_all_dim": 0}}, "mscale_all_dim is 0; it must be a number greater"),
+        ({"rope_scaling": YARN | {"attention_factor": 1.0}}, "with attention_factor is not supported"),
+        ({"rope_scaling": YARN | {"type": "linear"}}, "rope type 'linear' is not supported for deepseek_v3"),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor is not 1"),
+    ],
+)
+def test_latent_attention_that_is_refused(tmp_path: Path, changes: dict[str, object], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        read(tmp_path, DEEPSEEK | changes)
 
 
 @pytest.mark.parametrize(
