@@ -38,7 +38,7 @@ from tests.support.conversion import difference, fail, run, succeed, tensors
 from tests.support.forking import fresh_starts
 from tests.support.megatron_shards import megatron_value
 from tests.support.run_checkpoints import write_step
-from tests.support.tiny_models import AWKWARD, LLAMA3_ROPE, make_model, pack_experts
+from tests.support.tiny_models import AWKWARD, LLAMA3_ROPE, MOONLIGHT, make_model, pack_experts
 
 pytestmark = pytest.mark.usefixtures("forked_starts")
 
@@ -60,6 +60,9 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen2-moe": ("qwen2_moe", {}),
     "olmoe": ("olmoe", {}),
     "glm4-moe": ("glm4_moe", {"head_dim": 8, "num_nextn_predict_layers": 1}),
+    "deepseek-v3": ("deepseek_v3", {"num_key_value_heads": 6, "num_nextn_predict_layers": 1}),
+    "moonlight": ("deepseek_v3", {"num_key_value_heads": 6, **MOONLIGHT}),
+    "glm4-moe-lite": ("glm4_moe_lite", {"num_key_value_heads": 6}),
 }
 
 
@@ -130,6 +133,7 @@ def there_and_back(folder: Path, source: Path, verify: str = "") -> None:
         ("qwen3.5-moe-packed", torch.bfloat16, {}, "megatron_to_hf"),
         ("qwen3-next", torch.float32, {}, "hf_to_megatron"),
         ("glm4-moe", torch.bfloat16, {}, "megatron_to_hf"),
+        ("deepseek-v3", torch.bfloat16, {}, "megatron_to_hf"),
         # Each verification is a start of Megatron; what these add is in ``test_every_dtype`` too.
         pytest.param("qwen2-tied", torch.float32, {}, "hf_to_megatron", marks=pytest.mark.long),
         pytest.param("qwen3-moe", torch.bfloat16, {}, "both", marks=pytest.mark.long),
@@ -139,6 +143,8 @@ def there_and_back(folder: Path, source: Path, verify: str = "") -> None:
         pytest.param("qwen3.5-moe", torch.float32, {}, "both", marks=pytest.mark.long),
         pytest.param("qwen2-moe", torch.float32, {}, "both", marks=pytest.mark.long),
         pytest.param("olmoe", torch.float32, {}, "both", marks=pytest.mark.long),
+        pytest.param("moonlight", torch.float32, {}, "both", marks=pytest.mark.long),
+        pytest.param("glm4-moe-lite", torch.bfloat16, {}, "both", marks=pytest.mark.long),
     ],
     ids=[
         "llama",
@@ -151,6 +157,7 @@ def there_and_back(folder: Path, source: Path, verify: str = "") -> None:
         "qwen3.5-moe-packed-bf16",
         "qwen3-next",
         "glm4-moe-bf16",
+        "deepseek-v3-bf16",
         "qwen2-tied",
         "qwen3-moe-bf16",
         "mistral",
@@ -159,6 +166,8 @@ def there_and_back(folder: Path, source: Path, verify: str = "") -> None:
         "qwen3.5-moe",
         "qwen2-moe",
         "olmoe",
+        "moonlight",
+        "glm4-moe-lite-bf16",
     ],
 )
 def test_there_and_back_is_bit_exact(
@@ -221,6 +230,10 @@ print(*convert("large", 5 * 10**6))
 """
 
 
+ROTARY = """
+from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
+RotaryEmbedding.forward_cpu = RotaryEmbedding.forward_native
+"""
 STOCK_VLLM = """
 import json, sys
 from vllm import LLM, SamplingParams
@@ -245,25 +258,39 @@ if __name__ == "__main__":
 
 @pytest.mark.long  # an engine's start; exports are bit-identical to what transformers wrote, as tested above
 @pytest.mark.parametrize(
-    "family", ["qwen3-moe", "qwen2-moe", "olmoe", "glm4-moe", "mistral", "phi3", "olmo3", "granite"]
+    "family",
+    [
+        *("qwen3-moe", "qwen2-moe", "olmoe", "glm4-moe", "mistral", "phi3", "olmo3", "granite"),
+        *("deepseek-v3", "moonlight", "glm4-moe-lite"),
+    ],
 )
 def test_a_stock_vllm_serves_an_export(tmp_path: Path, family: str) -> None:
-    """Without our plug-in: log-probs as transformers computes them from the model before the conversion."""
+    """Without our plug-in: log-probs as transformers computes them from the model before the conversion.
+
+    On a CPU latent attention needs two changes of vLLM, which are made here.
+    """
     sizes = {"hidden_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 96}
     sizes |= {"vocab_size": 128}
     if family in ("qwen3-moe", "glm4-moe"):
         sizes |= {"head_dim": 32}
     if family.endswith("moe"):
         sizes |= {"moe_intermediate_size": 32}
+    latent = family in ("deepseek-v3", "moonlight", "glm4-moe-lite")
+    if latent:
+        sizes |= {"moe_intermediate_size": 32, "num_key_value_heads": 4}
     source = write_model(tmp_path / "hf", family, **sizes)
     there_and_back(tmp_path, source)
 
     generator = torch.Generator().manual_seed(0)
     prompts = [torch.randint(0, 128, (n,), generator=generator).tolist() for n in (40, 17, 5)]
-    (tmp_path / "serve.py").write_text(STOCK_VLLM)
+    (tmp_path / "serve.py").write_text(ROTARY * latent + STOCK_VLLM)
     # No plug-in; what a CPU with two cores needs is as in engine/command.py.
     environment = os.environ | {"VLLM_PLUGINS": "", "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
     environment |= {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "TORCH_COMPILE_DISABLE": "1"}
+    environment |= {
+        "VLLM_MLA_DISABLE": str(int(latent)),
+        "VLLM_ENABLE_V1_MULTIPROCESSING": str(int(not latent)),
+    }
     command = [sys.executable, str(tmp_path / "serve.py"), str(tmp_path / "back"), json.dumps(prompts)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=400, env=environment, check=False)
     lines = [line for line in done.stdout.splitlines() if line.startswith("FOUND ")]
