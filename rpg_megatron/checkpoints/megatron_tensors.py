@@ -64,8 +64,9 @@ def find_places(name: str, model: ModelShape) -> list[Place]:
     sizes: Shape = ()
     if model.experts is not None and (expert := _EXPERT.fullmatch(rest)):
         rest, at, sizes = f"mlp.experts.experts.{expert[2]}", (int(expert[1]),), (model.experts.count,)
-    other = "linear_qkv" if model.is_linear(layer) else "in_proj"
-    names = [fused for fused, norm in FUSED.items() if norm == rest and other not in fused] + [rest]
+    kinds = {"linear_qkv": not model.is_linear(layer) and not model.latent, "in_proj": model.is_linear(layer)}
+    others = tuple(f".{kind}.layer_norm_weight" for kind, own in kinds.items() if not own)
+    names = [n for n, norm in FUSED.items() if norm == rest and not n.endswith(others)] + [rest]
     places = [Place(f"decoder.layers.{layer}.{each}", at, sizes) for each in names]
     at, sizes = (layer, *at), (model.num_layers, *sizes)
     return [*places, *(Place(f"decoder.layers.{each}", at, sizes) for each in names)]

@@ -20,7 +20,7 @@ from rpg_megatron.system.dtypes import dtype_name
 
 _WEIGHTS = "__0_0.distcp"
 """The file of all weights, named as that of rank 0."""
-_STATEFUL = re.compile(r"(.*\.(?:linear_(?:proj|qkv|fc1|fc2)|in_proj|out_proj))\.weight(?:\.query)?")
+_STATEFUL = re.compile(r"(.*\.(?:linear_(?:[a-z_]*proj|qkv|fc1|fc2)|in_proj|out_proj))\.weight(?:\.query)?")
 """Layers that have an extra state in Megatron, for FP8, which its readers expect."""
 
 

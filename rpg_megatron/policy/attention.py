@@ -134,16 +134,18 @@ class PackedAttention(torch.nn.Module):
         attention_type: str,
         softmax_scale: float | None = None,
         *,
-        rope: Rope,
+        rope: Rope | None,
         window: int | None = None,
         **_: Any,
     ) -> None:
-        """rope, window: of the layer, see ``ModelShape``. The rest as Megatron passes it."""
+        """rope: of the layer; None: queries and keys are rotated. window: see ``ModelShape``. The rest as
+        Megatron passes it.
+        """
         super().__init__()
         if config.attention_dropout:
             raise ValueError("attention dropout is not supported with packed sequences; set it to 0")
         assert config.kv_channels is not None
-        self.rotary = Rotary(rope, config.kv_channels)
+        self.rotary: Any = Rotary(rope, config.kv_channels) if rope else None
         self.scale, self.window = softmax_scale, window
         self.context = config.context_parallel_size
 
@@ -161,7 +163,8 @@ class PackedAttention(torch.nn.Module):
         The row's lengths sum to t = c x context ranks.
         """
         row = packed_seq_params
-        query, key = self.rotary(query, key, row)
+        if self.rotary is not None:
+            query, key = self.rotary(query, key, row)
         if row.prompts is not None or self.context > 1:
             return attend_runs(query, key, value, row, self.scale, self.window).flatten(1)
         groups = row.groups

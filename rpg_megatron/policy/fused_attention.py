@@ -20,10 +20,10 @@ class RotatingAttention(TEDotProductAttention):  # type: ignore[misc]  # untyped
     is that in the whole sequence.
     """
 
-    def __init__(self, *arguments: Any, rope: Rope, **more: Any) -> None:
-        """rope: of the layer. The rest as Megatron passes it."""
+    def __init__(self, *arguments: Any, rope: Rope | None, **more: Any) -> None:
+        """rope: of the layer; None: queries and keys are rotated. The rest as Megatron passes it."""
         super().__init__(*arguments, **more)
-        self.rotary = Rotary(rope, self.config.kv_channels)
+        self.rotary: Any = Rotary(rope, self.config.kv_channels) if rope else None
 
     def forward(
         self,
@@ -36,7 +36,8 @@ class RotatingAttention(TEDotProductAttention):  # type: ignore[misc]  # untyped
     ) -> Tensor:
         """Shapes: query [c, heads, d], key and value [c, kv_heads, d] -> [c, heads * d]."""
         row = packed_seq_params
-        query, key = self.rotary(query, key, row)
+        if self.rotary is not None:
+            query, key = self.rotary(query, key, row)
         if row.prompts is not None:
             return attend_runs(query, key, value, row, self.config.softmax_scale).flatten(1)
         out: Tensor = super().forward(query, key, value, attention_mask, packed_seq_params=row, **more)

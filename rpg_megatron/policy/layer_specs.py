@@ -18,6 +18,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from rpg_megatron.config.model_shape import ModelShape, YarnRope
 from rpg_megatron.policy.attention import PackedAttention
 from rpg_megatron.policy.delta_net import DeltaNet
+from rpg_megatron.policy.latent_attention import LatentAttention, LatentLayers
 from rpg_megatron.policy.layers import ResidualAdd, RMSNorm, SwiGLU, WideNorm
 from rpg_megatron.policy.router_aux_loss import Router
 
@@ -43,7 +44,12 @@ def layer_specs(
 
 
 def megatron_rotates(shape: ModelShape) -> bool:
-    """Whether Megatron's rotary embedding can do it: whole heads, all layers alike, without a factor."""
+    """Whether Megatron's rotary embedding can do it: whole heads, all layers alike, without a factor.
+
+    Latent attention rotates by itself.
+    """
+    if shape.latent is not None:
+        return False
     ropes = {shape.rope_of(n) for n in range(shape.num_layers)}
     return ropes == {shape.rope} and shape.rope.fraction == 1 and not isinstance(shape.rope.scaling, YarnRope)
 
@@ -66,6 +72,17 @@ def _local_layer(shape: ModelShape, n: int) -> ModuleSpec:
         # In checkpoints the norm has the name that it has in Transformer Engine's layers.
         names = {"input_layernorm.": "self_attention.in_proj.layer_norm_"}
         parts.sharded_state_dict_keys_map = {**parts.sharded_state_dict_keys_map, **names}
+        return layer
+    if shape.latent is not None:
+        core = ModuleSpec(PackedAttention, params={"rope": None})
+        column, row = ColumnParallelLinear, RowParallelLinear
+        parts.self_attention = latent_attention(shape, LatentLayers(column, column, row, RMSNorm, core))
+        names = {
+            f"self_attention.{n}_layernorm.": f"self_attention.linear_{n}_up_proj.layer_norm_"
+            for n in ("q", "kv")
+        }
+        of_mlp = parts.sharded_state_dict_keys_map["pre_mlp_layernorm."]
+        parts.sharded_state_dict_keys_map = {"pre_mlp_layernorm.": of_mlp, **names}
         return layer
     attention = parts.self_attention.submodules
     attention.core_attention = ModuleSpec(
@@ -93,6 +110,8 @@ def _fused_layer(shape: ModelShape, n: int, *, separate_norms: bool, share_promp
         linear = te.TEColumnParallelLinear if separate_norms else te.TELayerNormColumnParallelLinear
         # Transformer Engine's norm needs a weight of the input's dtype.
         parts.self_attention = delta_net(linear, RMSNorm, te.TERowParallelLinear)
+    elif shape.latent is not None:
+        parts.input_layernorm, parts.self_attention = _fused_latent(shape, separate_norms, share_prompts)
     elif share_prompts or not megatron_rotates(shape):
         from rpg_megatron.policy.fused_attention import RotatingAttention
 
@@ -103,7 +122,7 @@ def _fused_layer(shape: ModelShape, n: int, *, separate_norms: bool, share_promp
         from megatron.core.extensions.transformer_engine import TEColumnParallelLinear, TENorm
 
         parts.input_layernorm = parts.pre_mlp_layernorm = TENorm
-        if not shape.is_linear(n):
+        if not shape.is_linear(n) and shape.latent is None:
             parts.self_attention.submodules.linear_qkv = TEColumnParallelLinear
         if not experts:
             parts.mlp.keywords["submodules"].linear_fc1 = TEColumnParallelLinear
@@ -113,6 +132,24 @@ def _fused_layer(shape: ModelShape, n: int, *, separate_norms: bool, share_promp
 def delta_net(in_proj: type, out_norm: type, out_proj: type) -> ModuleSpec:
     """The spec of linear attention with these layers."""
     return ModuleSpec(DeltaNet, submodules=GatedDeltaNetSubmodules(in_proj, out_norm, out_proj))
+
+
+def latent_attention(shape: ModelShape, layers: LatentLayers) -> ModuleSpec:
+    """The spec of latent attention with these layers."""
+    return ModuleSpec(LatentAttention, params={"shape": shape, "layers": layers})
+
+
+def _fused_latent(shape: ModelShape, separate_norms: bool, share_prompts: bool) -> tuple[Any, ModuleSpec]:
+    """The norm in front of latent attention, and that of Transformer Engine's layers."""
+    from megatron.core.extensions import transformer_engine as te
+
+    from rpg_megatron.policy.fused_attention import RotatingAttention
+
+    column, row = te.TEColumnParallelLinear, te.TERowParallelLinear
+    up, norm = (column, te.TENorm) if separate_norms else (te.TELayerNormColumnParallelLinear, IdentityOp)
+    core = ModuleSpec(RotatingAttention, params={"rope": None})
+    core = core if share_prompts else te.TEDotProductAttention
+    return te.TENorm, latent_attention(shape, LatentLayers(column, up, row, norm, core))
 
 
 def _set_norms(shape: ModelShape, layer: ModuleSpec, config: TransformerConfig) -> None:

@@ -77,10 +77,12 @@ class Rotary(torch.nn.Module):
     computes them once for all sequences, and for all layers with the same ``Rope``.
     """
 
-    def __init__(self, rope: Rope, head_dim: int) -> None:
-        """rope: of the layer."""
+    def __init__(self, rope: Rope, head_dim: int, *, interleaved: bool = False) -> None:
+        """rope: of the layer. interleaved: pairs are neighbours; their first halves are then put in front of
+        the second ones, in queries and keys alike, which changes no score.
+        """
         super().__init__()
-        self.rope = rope
+        self.rope, self.interleaved = rope, interleaved
         self.frequencies: Tensor
         self.register_buffer("frequencies", rotary_frequencies(rope, head_dim), persistent=False)
 
@@ -95,9 +97,10 @@ class Rotary(torch.nn.Module):
         cos, sin = packed.rotary[self.rope]
         return self._rotate(query, cos, sin), self._rotate(key, cos, sin)
 
-    @staticmethod
-    def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    def _rotate(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         rotated = 2 * cos.size(-1)
+        if self.interleaved:
+            x = x.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2)
         if rotated == x.size(-1):
             out: Tensor = _Rotate.apply(x, cos, sin)  # type: ignore[no-untyped-call]  # torch's own
             return out

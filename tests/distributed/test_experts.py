@@ -38,7 +38,7 @@ from tests.support.layouts import (
     score_batch,
 )
 from tests.support.ranks import run_ranks
-from tests.support.tiny_models import HYBRIDS, make_model, use_float64
+from tests.support.tiny_models import HYBRIDS, MOONLIGHT, make_model, use_float64
 
 SIZES = {
     "vocab_size": 251,
@@ -49,6 +49,7 @@ SIZES = {
     "moe_intermediate_size": 32,
     "max_position_embeddings": 512,
 }
+LATENT = {**SIZES, "num_key_value_heads": 6}
 HYBRID = {**SIZES, "head_dim": 32, "num_experts": 4, "shared_expert_intermediate_size": 40}
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "experts in every layer": ("qwen3_moe", {**SIZES, "head_dim": 16}),
@@ -70,6 +71,9 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
             "first_k_dense_replace": 2,
         },
     ),
+    "deepseek_v3": ("deepseek_v3", LATENT),
+    "moonlight": ("deepseek_v3", {**LATENT, **MOONLIGHT}),
+    "glm4_moe_lite": ("glm4_moe_lite", LATENT),
     "layers 0, 2 and 3 dense": (
         "qwen3_moe",
         {
@@ -204,6 +208,7 @@ def transformers_error(
         pytest.param("experts in every layer", MORE_LAYOUTS, marks=pytest.mark.long),
         pytest.param("layers 0, 2 and 3 dense", LAYOUTS | MORE_LAYOUTS, marks=pytest.mark.long),
         ("qwen3_5_moe", FEW),
+        ("deepseek_v3", FEW),
         *(pytest.param(name, EIGHT, marks=pytest.mark.long) for name in [*MODELS][1:-1]),
     ],
     ids=[
@@ -211,6 +216,7 @@ def transformers_error(
         "experts, every layout",
         "some dense, every layout",
         "qwen3_5_moe, few",
+        "deepseek_v3, few",
         *[*MODELS][1:-1],
     ],
 )
