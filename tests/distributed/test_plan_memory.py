@@ -23,6 +23,7 @@ from rpg_megatron.commands.plan.layout import BatchPlan, count_gpus, plan_batch
 from rpg_megatron.commands.plan.trainer_memory import IMPORTS, SAVE, rank_memory
 from rpg_megatron.config import Settings, read_model_shape
 from tests.support.ranks import run_ranks
+from tests.support.tiny_models import MOONLIGHT
 
 LENGTHS = [300, 212]
 TOKENS = sum(LENGTHS) - len(LENGTHS)
@@ -55,6 +56,15 @@ EXPERTS = {
     "norm_topk_prob": True,
 }
 SHARED = {"moe_intermediate_size": 512, "shared_expert_intermediate_size": 768}
+LATENT = {
+    "num_key_value_heads": 8,
+    "moe_intermediate_size": 512,
+    "q_lora_rank": 192,
+    "kv_lora_rank": 128,
+    "qk_nope_head_dim": 32,
+    "qk_rope_head_dim": 16,
+    "v_head_dim": 32,
+}
 NO_HEAD_SIZE = {"head_dim": None}
 """Some families have no such key."""
 EXPERT_LAYOUTS = {
@@ -190,6 +200,7 @@ def test_a_small_rank_holds_what_is_planned(
                 "qwen2_moe",
                 "olmoe",
                 "glm4_moe",
+                "deepseek_v3",
             )
         ),
         ("olmoe", {}),
@@ -204,7 +215,9 @@ def test_a_rank_of_other_layers_holds_what_is_planned(
     bridge: Path,
     make_checkpoint: Callable[..., Path],
 ) -> None:
-    no_head_size = NO_HEAD_SIZE if family in ("olmoe", "qwen2_moe") else {}
+    no_head_size = (
+        LATENT if family == "deepseek_v3" else NO_HEAD_SIZE if family in ("olmoe", "qwen2_moe") else {}
+    )
     model = make_checkpoint(
         tmp_path / "model", family=family, **SMALL | SHARED | {"sliding_window": 64} | no_head_size
     )
@@ -267,6 +280,10 @@ def tiny(make_checkpoint: Callable[..., Path], tmp_path_factory: pytest.TempPath
         "qwen3_5": make_checkpoint(folder / "qwen3_5", family="qwen3_5", **shape),
         "qwen3_5_moe": make_checkpoint(folder / "qwen3_5_moe", family="qwen3_5_moe", **shape | SHARED),
         "glm4_moe": make_checkpoint(folder / "glm4_moe", family="glm4_moe", **shape | SHARED),
+        "deepseek_v3": make_checkpoint(folder / "deepseek_v3", family="deepseek_v3", **shape | LATENT),
+        "moonlight": make_checkpoint(
+            folder / "moonlight", family="deepseek_v3", **shape | LATENT | MOONLIGHT
+        ),
         "olmoe": make_checkpoint(folder / "olmoe", family="olmoe", **shape | SHARED | NO_HEAD_SIZE),
     }
 
@@ -299,10 +316,21 @@ def check_activations(cases: dict[str, Settings], folder: Path) -> None:
         pytest.param(
             {"qwen3_5_moe": "bfloat16", "olmoe": "float32", "glm4_moe": "float32"}, marks=pytest.mark.long
         ),
+        pytest.param({"deepseek_v3": "float32"}),
+        pytest.param({"moonlight": "bfloat16", "deepseek_v3": "bfloat16"}, marks=pytest.mark.long),
         pytest.param({"qwen3_5": "bfloat16"}, marks=pytest.mark.long),
         pytest.param({"qwen3": "bfloat16", "llama": "float32"}, marks=pytest.mark.long),
     ],
-    ids=["few", "kinds", "hybrids", "mixtures", "hybrid in bfloat16", "others"],
+    ids=[
+        "few",
+        "kinds",
+        "hybrids",
+        "mixtures",
+        "latents",
+        "latents in bfloat16",
+        "hybrid in bfloat16",
+        "others",
+    ],
 )
 def test_activations_are_those_that_autograd_saves(
     tmp_path: Path, tiny: dict[str, Path], models: dict[str, str]

@@ -71,7 +71,8 @@ class StageActivations:
 
         Of attention: layer's input, norm's output and sum with the stream; queries and keys before their
         norms, if they have any; rotated queries and keys, values, output. Local layers keep more copies of
-        queries, and the keys and values of all context ranks. Of a dense MLP: norm's output, gate|up and
+        queries, and the keys and values of all context ranks. Latent values are as long as keys here, but for
+        the input of the output projection. Of a dense MLP: norm's output, gate|up and
         their product; of experts the rows, and these for each row. With adapters also A x of each.
         """
         shape, parallel, lora = self.shape, self.settings.parallel, self.settings.lora
@@ -88,11 +89,13 @@ class StageActivations:
         if linear:
             total += self._delta_net() / parallel.tensor
             queries = keys = heads = kv_heads = 0
+        if shape.latent is not None:
+            total += self._latents(stream) + item * heads * shape.latent.value_dim
         total += (2 + shape.qk_norm) * item * (queries + keys)
         if shape.gated_attention:  # the gate, its sigmoid in float32, and the product
             total += (4 + 2 * item) * queries
         gathered = shape.qk_norm * (queries + keys) + 2 * (parallel.context - 1) * keys
-        own = 2 * queries + (not shape.qk_norm or shape.wide_qk_norm) * keys
+        own = 2 * queries + (not shape.qk_norm or shape.wide_qk_norm) * keys if shape.latent is None else 0
         total += local * item * (own if parallel.context == 1 else gathered)
         # Log-sum-exp of attention, and 1/rms of each head: float32.
         total += 4 * heads * (self.fused or parallel.context == 1)
@@ -113,8 +116,15 @@ class StageActivations:
             total += (8 * e.count + 20 * e.per_token) / parallel.tensor
             if shared := e.shared_ffn_hidden_size:  # gate|up, their product, and what its own gate multiplies
                 total += item * (3 * trained + 2 * local * (not trained)) * shared / parallel.tensor
-                total += item * stream
+                total += item * stream * e.shared_gate
         return total
+
+    def _latents(self, stream: float) -> float:
+        """Bytes of the latents before and after their norms, for each token."""
+        latent, item = self.shape.latent, ITEM_BYTES[self.settings.precision.dtype]
+        assert latent is not None
+        sizes = 2 * (latent.query_rank + latent.rank) + latent.rotated_dim
+        return item * sizes * stream / self.shape.hidden_size
 
     def _delta_net(self) -> float:
         """Bytes that linear attention saves for each token, on all tensor-parallel ranks together.
