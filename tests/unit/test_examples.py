@@ -375,6 +375,8 @@ def test_every_mixture_is_documented() -> None:
         ("qwen1.5_moe_a2.7b_dapo_math_4k", "16 shared"),
         ("olmoe_1b_7b_dapo_math_2k", "8 shared"),
         ("glm_4.5_air_dapo_math_8k", "64 + 32"),
+        ("glm_4.7_flash_dapo_math_8k", "16 shared"),
+        ("moonlight_16b_a3b_dapo_math_4k", "16 shared"),
         ("qwen3.5_35b_a3b_dapo_math_8k", "16 shared"),
         ("qwen3_next_80b_a3b_dapo_math_8k", "32 + 32"),
     }
