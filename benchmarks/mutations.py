@@ -36,6 +36,7 @@ LAYERS = [
     "models/layer.py",
     "models/decoder.py",
     "policy/layer_specs.py",
+    "policy/latent_attention.py",
     "policy/rotary.py",
     "policy/layers.py",
     "policy/attention.py",

@@ -55,10 +55,10 @@ _KEPT_BYTES = 4 << 30
 def kv_bytes_per_token(settings: Settings, shape: ModelShape) -> int:
     """Bytes of a token's keys and values in one engine worker.
 
-    On a GPU latent attention keeps the latent, all of it on each worker.
+    In 16 bits on a GPU latent attention keeps the latent, all of it on each worker.
     """
     columns = 2 * max(1, shape.num_kv_heads // settings.engine.tensor) * shape.head_dim
-    if shape.latent is not None and settings.device == "cuda":
+    if shape.latent is not None and settings.device == "cuda" and settings.precision.dtype != "float32":
         columns = shape.latent.rank + shape.latent.rotated_dim
     return shape.softmax_layers * columns * ITEM_BYTES[settings.precision.dtype]
 
