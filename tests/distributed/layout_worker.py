@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state as mpu
 from megatron.core.ssm.gated_delta_net import GatedDeltaNet
+from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.mlp import MLP
 from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
@@ -25,13 +26,15 @@ from rpg_megatron.data.packing import plan_batches
 from rpg_megatron.data.row_layout import shareable
 from rpg_megatron.models.lora import AdapterMapping
 from rpg_megatron.models.registry import mapping_for
-from rpg_megatron.policy import delta_net, layers
+from rpg_megatron.policy import delta_net, latent_attention, layers
 from rpg_megatron.policy.anchor import HeldAnchor
 from rpg_megatron.policy.delta_net import DeltaNet, _convolve
 from rpg_megatron.policy.device import start_device, start_process_group
+from rpg_megatron.policy.latent_attention import LatentAttention, ReplicatedLinear
 from rpg_megatron.policy.layers import ResidualAdd, RMSNorm
 from rpg_megatron.policy.length_groups import group_by_length
 from rpg_megatron.policy.model import Mesh, start_mesh
+from rpg_megatron.policy.rotary import Rotary
 from rpg_megatron.policy.router_aux_loss import Router
 from rpg_megatron.policy.router_replay import change_metrics, count_changes
 from rpg_megatron.training.loss import build_aggregator, build_loss
@@ -39,6 +42,7 @@ from tests.support.rank_policy import checkpoint_policy, checkpoint_teacher, cut
 
 _CPU = torch.device("cpu")
 _build, _route = DeltaNet.__init__, Router.forward
+_build_latent, _build_replicated = LatentAttention.__init__, ReplicatedLinear.__init__
 PLANTS: dict[str, tuple[Any, str, Any]] = {
     "no norm behind blocks": (ResidualAdd, "_add", lambda self, out, residual, dropout: residual + out[0]),
     "each rank's own heads": (layers, "_mean", lambda x, group: x.mean(-1, keepdim=True)),
@@ -49,6 +53,30 @@ PLANTS: dict[str, tuple[Any, str, Any]] = {
     "weights without 1": (RMSNorm, "forward", lambda self, x: _norm(self, x, False)),
     "a 1 too many": (RMSNorm, "forward", lambda self, x: _norm(self, x, True)),
     "each rank's own gradient": (DeltaNet, "__init__", lambda self, *a, **k: _unmarked(self, *a, **k)),
+    "halves as pairs": (latent_attention, "Rotary", lambda rope, dim, interleaved: Rotary(rope, dim)),
+    "no norm of the latent": (
+        LatentAttention,
+        "__init__",
+        lambda self, *a, **k: _without(self, "kv_layernorm", *a, **k),
+    ),
+    "no norm of the queries' latent": (
+        LatentAttention,
+        "__init__",
+        lambda self, *a, **k: _without(self, "q_layernorm", *a, **k),
+    ),
+    # As Megatron's column-parallel layers do whose output is gathered.
+    "each rank's own heads' key": (
+        latent_attention,
+        "gather_tokens",
+        lambda x, config, group: gather_from_sequence_parallel_region(
+            x, tensor_parallel_output_grad=False, group=group
+        ),
+    ),
+    "each rank's own tokens": (
+        ReplicatedLinear,
+        "__init__",
+        lambda self, *a: _own_tokens(self, *a),
+    ),
     "earlier tokens": (delta_net, "_convolve", lambda x, w, places: _convolve(x, w, places + w.size(1))),
     "an earlier state": (delta_net, "_groups", lambda lengths: group_by_length([sum(lengths)], _CPU)),
     "rounded rates": (
@@ -67,6 +95,16 @@ def _norm(norm: RMSNorm, x: torch.Tensor, zero_centred: bool) -> torch.Tensor:
 def _unmarked(layer: DeltaNet, *arguments: Any, **more: Any) -> None:
     _build(layer, *arguments, **more)
     layer.out_norm.weight.sequence_parallel = False
+
+
+def _without(layer: LatentAttention, norm: str, *arguments: Any, **more: Any) -> None:
+    _build_latent(layer, *arguments, **more)
+    layer.get_submodule(norm).forward = lambda x: x
+
+
+def _own_tokens(linear: ReplicatedLinear, *arguments: Any) -> None:
+    _build_replicated(linear, *arguments)
+    linear.weight.sequence_parallel = False
 
 
 def _unbiased(router: Router, *arguments: Any, **more: Any) -> Any:

@@ -20,7 +20,7 @@ import pytest
 from rpg_megatron.checkpoints.run_folder import find_problems, step_folder
 from tests.support.checkpoints import compare, make_resume_case, write_batch
 from tests.support.ranks import run_ranks
-from tests.support.tiny_models import HYBRIDS, make_model
+from tests.support.tiny_models import HYBRIDS, MOONLIGHT, make_model
 
 SP = {"tensor": 2, "sequence": True}
 LAYOUTS: dict[str, dict[str, Any]] = {
@@ -97,18 +97,22 @@ def test_a_checkpoint_loads_with_and_without_expert_parallelism(tmp_path: Path) 
     "family",
     [
         "glm4_moe",
+        "deepseek_v3",
         *(
             pytest.param(family, marks=pytest.mark.long)
-            for family in ("qwen3_5_moe", "qwen3_next", "qwen2_moe", "olmoe")
+            for family in ("qwen3_5_moe", "qwen3_next", "qwen2_moe", "olmoe", "moonlight", "glm4_moe_lite")
         ),
     ],
 )
 def test_shared_experts_and_biases_of_routers(tmp_path: Path, family: str) -> None:
     """A bias is a parameter without optimizer state; linear attention is stored in parts."""
-    write_batch(tmp_path, make_model(tmp_path / "model", family, noise=0.08, **SIZES))
+    name, changes = ("deepseek_v3", MOONLIGHT) if family == "moonlight" else (family, {})
+    write_batch(tmp_path, make_model(tmp_path / "model", name, noise=0.08, **SIZES | changes))
     # Attention and norms, 7 and 6 or 15; an MLP has 2, experts with router and shared expert 5 and one more.
     hybrid = 2 * (6 + 6) + 2 * (15 + 6)
+    latent = {"deepseek_v3": 9, "glm4_moe_lite": 9, "moonlight": 7}
     counts = {"glm4_moe": 7 + 2 + 3 * (7 + 6), "qwen2_moe": 4 * (5 + 6), "olmoe": 4 * (6 + 3)}
+    counts |= {kind: own + 2 + 3 * (own + 6) for kind, own in latent.items()}
     count = counts.get(family, hybrid) + 3
     loaded = ["TP2+SP x DP2, EP2", "DP4", "TP2+SP x PP2, ETP2"]
     other = 5e-6 if family in HYBRIDS else 1e-6  # their norms amplify rounding

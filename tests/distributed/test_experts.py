@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import copy
 import json
+import math
 import pickle
 import shutil
 from pathlib import Path
@@ -38,7 +39,7 @@ from tests.support.layouts import (
     score_batch,
 )
 from tests.support.ranks import run_ranks
-from tests.support.tiny_models import HYBRIDS, MOONLIGHT, make_model, use_float64
+from tests.support.tiny_models import CONFIGS, HYBRIDS, MOONLIGHT, make_model, use_float64
 
 SIZES = {
     "vocab_size": 251,
@@ -50,6 +51,7 @@ SIZES = {
     "max_position_embeddings": 512,
 }
 LATENT = {**SIZES, "num_key_value_heads": 6}
+NOISE = {**dict.fromkeys(HYBRIDS, 0.06), "deepseek_v3": 0.1, "glm4_moe_lite": 0.1}
 HYBRID = {**SIZES, "head_dim": 32, "num_experts": 4, "shared_expert_intermediate_size": 40}
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "experts in every layer": ("qwen3_moe", {**SIZES, "head_dim": 16}),
@@ -148,6 +150,15 @@ EIGHT = {
 FEW = {name: EIGHT[name] for name in ("TP2+SP, ETP2", "TP2+SP x DP2, EP2")}
 
 
+def yarn(**changes: float) -> dict[str, Any]:
+    """The rotary embedding of the tiny DeepSeek-V3 with other numbers."""
+    return {"rope_parameters": CONFIGS["deepseek_v3"]["rope_parameters"] | changes}
+
+
+SMALL = 1e-9
+"""In place of 0, which a multiplier may not be."""
+ONE_RATIO = (1 + 0.1 * math.log(4)) / (1 + 0.05 * math.log(4))
+"""By which YaRN multiplies cosines and sines there."""
 PLANTED: dict[str, tuple[str, dict[str, Any], str]] = {
     "the gate of the shared expert": ("qwen3_5_moe", {}, "no gate of the shared expert"),
     "the shared expert": ("glm4_moe", {}, "no shared expert"),
@@ -161,29 +172,46 @@ PLANTED: dict[str, tuple[str, dict[str, Any], str]] = {
         "",
     ),
     "another expert a token": ("olmoe", {"num_experts_per_tok": 3}, ""),
+    "the scale of the scores": (
+        "deepseek_v3",
+        yarn(mscale_all_dim=SMALL, mscale=10 * (ONE_RATIO - 1) / math.log(4)),
+        "",
+    ),
+    "the magnitude of rotated pairs": ("deepseek_v3", yarn(mscale=0.5), ""),
+    "the scaling of frequencies": ("deepseek_v3", yarn(original_max_position_embeddings=64), ""),
+    "neighbours as pairs": ("moonlight", {}, "halves as pairs"),
+    "the norm of the latent": ("moonlight", {}, "no norm of the latent"),
+    "the norm of the queries' latent": ("glm4_moe_lite", {}, "no norm of the queries' latent"),
+    "heads of other ranks": ("moonlight", {}, "each rank's own heads' key"),
+    "tokens of other ranks": ("glm4_moe_lite", {}, "each rank's own tokens"),
 }
 """What is left out -> model, changes of the config.json that our side reads, fault of the worker."""
+ON_TWO_RANKS = ("heads of other ranks", "tokens of other ranks")
+"""Of those, the ones that need tensor parallelism."""
 
 
 def test_what_is_left_out_is_found(tmp_path: Path) -> None:
     """Log-probs or gradients of every model of ``PLANTED`` are not those of transformers."""
-    batch, reference, cases = make_batch(), {}, {}
+    batch, reference = make_batch(), {}
     for name in sorted({name for name, *_ in PLANTED.values()}):
         family, sizes = MODELS[name]
         with use_float64():
-            model = make_model(tmp_path / name, family, noise=0.06 if family in HYBRIDS else 0.15, **sizes)
+            model = make_model(tmp_path / name, family, noise=NOISE.get(family, 0.15), **sizes)
             reference[name] = score_batch(model, batch), reference_update(model, batch, "rpg")
     (tmp_path / "batch.pkl").write_bytes(pickle.dumps(batch))
-    for fault, (name, changes, plant) in PLANTED.items():
-        folder = shutil.copytree(tmp_path / name, tmp_path / fault.replace(" ", "_"))
-        config = json.loads((folder / "config.json").read_text()) | changes
-        (folder / "config.json").write_text(json.dumps(config))
-        case = make_case(folder, {}, 2, OBJECTIVES["rpg"], lr=0.0, after=False)
-        cases[fault] = {**case, "batch": "batch.pkl", "plant": plant}
-    (tmp_path / "cases.json").write_text(json.dumps(cases))
-    for fault, result in run_ranks("tests.distributed.layout_worker", 1, tmp_path).items():
-        with pytest.raises(AssertionError, match=r"log-probs of|gradient of|gradients' norm|loss"):
-            check(tmp_path, fault, result, batch, *reference[PLANTED[fault][0]], gradient_tolerance=1e-4)
+    for world, faults in ((1, PLANTED.keys() - {*ON_TWO_RANKS}), (2, {*ON_TWO_RANKS})):
+        cases = {}
+        for fault in sorted(faults):
+            name, changes, plant = PLANTED[fault]
+            folder = shutil.copytree(tmp_path / name, tmp_path / fault.replace(" ", "_"))
+            config = json.loads((folder / "config.json").read_text()) | changes
+            (folder / "config.json").write_text(json.dumps(config))
+            case = make_case(folder, SP if world == 2 else {}, 2, OBJECTIVES["rpg"], lr=0.0, after=False)
+            cases[fault] = {**case, "batch": "batch.pkl", "plant": plant}
+        (tmp_path / "cases.json").write_text(json.dumps(cases))
+        for fault, result in run_ranks("tests.distributed.layout_worker", world, tmp_path).items():
+            with pytest.raises(AssertionError, match=r"log-probs of|gradient of|gradients' norm|loss"):
+                check(tmp_path, fault, result, batch, *reference[PLANTED[fault][0]], gradient_tolerance=1e-4)
 
 
 def transformers_error(
@@ -225,7 +253,7 @@ def test_experts_in_every_layout(
 ) -> None:
     family, sizes = MODELS[name]
     with use_float64():
-        model = make_model(tmp_path / "model", family, noise=0.06 if family in HYBRIDS else 0.15, **sizes)
+        model = make_model(tmp_path / "model", family, noise=NOISE.get(family, 0.15), **sizes)
         batch = make_batch()
         rows = score_batch(model, batch)
         expected = reference_update(model, batch, "rpg")

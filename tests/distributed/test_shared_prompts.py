@@ -170,3 +170,24 @@ def test_mixtures(tmp_path: Path, replayed: bool, layouts: dict[str, Any]) -> No
             with forced(model, batch) if replayed else nullcontext():
                 expected = reference_update(model, batch, "rpg")  # adds to the gradients
         check(tmp_path, name, result, batch, rows, expected)
+
+
+@pytest.mark.parametrize(
+    ("kind", "layouts"),
+    [
+        ("deepseek_v3", {"TP2+SP": MORE_MIXTURES["TP2+SP"]}),
+        pytest.param("deepseek_v3", MIXTURES | MORE_MIXTURES, marks=pytest.mark.long),
+        pytest.param("glm4_moe_lite", MIXTURES | MORE_MIXTURES, marks=pytest.mark.long),
+    ],
+    ids=["deepseek_v3, few", "deepseek_v3", "glm4_moe_lite"],
+)
+def test_latent_attention(tmp_path: Path, kind: str, layouts: dict[str, Any]) -> None:
+    batch = grouped_batch()
+    sizes = {"vocab_size": 251, "num_hidden_layers": 4, "max_position_embeddings": 512}
+    with use_float64():
+        model = make_model(tmp_path / "model", kind, noise=0.1, **sizes)
+        rows, expected = score_batch(model, batch), reference_update(model, batch, "rpg")
+    results = run_layouts(tmp_path, layouts, batch, OBJECTIVES["rpg"] | ON, lr=0.0, after=False)
+    for name, result in results.items():
+        check(tmp_path, name, result, batch, rows, expected)
+        assert result["computed"] < sum(t.length - 1 for t in batch)  # of the trainer's rows, on all ranks

@@ -17,6 +17,12 @@ FUSED_NORMS = {
     "pre_mlp_layernorm.weight": "mlp.linear_fc1.layer_norm_weight",
 }
 """The local spec's names of the norms that Transformer Engine fuses into the layers behind them -> TE's."""
+FUSED_LATENT_NORMS = {
+    "pre_mlp_layernorm.weight": "mlp.linear_fc1.layer_norm_weight",
+    "self_attention.q_layernorm.weight": "self_attention.linear_q_up_proj.layer_norm_weight",
+    "self_attention.kv_layernorm.weight": "self_attention.linear_kv_up_proj.layer_norm_weight",
+}
+"""The same with latent attention."""
 
 
 def megatron_value(name, sd, shape, place):
@@ -179,9 +185,10 @@ def _fused(model: ModelShape, name: str) -> str:
             return name  # the router reads it too
         if match := re.fullmatch(r"mlp\.experts\.local_experts\.(\d+)\.(linear_fc\d)\.weight", rest):
             return f"{layer}.layers.{number}.mlp.experts.{match[2]}.weight{match[1]}"
-    if rest not in FUSED_NORMS:
+    norms = FUSED_LATENT_NORMS if model.latent else FUSED_NORMS
+    if rest not in norms:
         return name
-    fused = FUSED_NORMS[rest]
+    fused = norms[rest]
     if model.is_linear(int(number)):
         fused = fused.replace("linear_qkv", "in_proj")
     return f"{layer}.layers.{number}.{fused}"
