@@ -13,6 +13,7 @@ import pytest
 
 from rpg_megatron.commands.eval.settings import EvalModel, check_request
 from rpg_megatron.config import Settings, UserError, load_settings, read_model_shape
+from rpg_megatron.config.model_shape import LatentAttention
 from rpg_megatron.engine.arguments import check_engine_arguments, option_names, parser_names
 from rpg_megatron.engine.command import (
     context_length,
@@ -218,6 +219,20 @@ def test_a_head_size_that_cpu_engines_lack_is_refused(
             check(settings)
     check_head_dim(settings.model_copy(update={"device": "cuda"}), read_model_shape(model))
     check_head_dim(load_settings(config_file), read_model_shape(load_settings(config_file).model.path))
+
+
+def test_a_gpu_keeps_latents_and_a_cpu_keys_and_values(config_file: Path) -> None:
+    """Two layers: 4 heads of 32 twice in float32, or in 16 bits on each of two workers a latent of 24 + 16."""
+    shape = replace(TINY, num_layers=2, num_heads=4, num_kv_heads=4, head_dim=32)
+    shape = replace(shape, latent=LatentAttention(0, 24, 16, 16, 24))
+    settings = load_settings(config_file)
+    assert kv_bytes_per_token(settings, shape) == 2 * 2 * 4 * 32 * 4
+    precision = settings.precision.model_copy(update={"dtype": "bfloat16"})
+    engine = settings.engine.model_copy(update={"tensor": 2})
+    on_gpu = settings.model_copy(update={"device": "cuda", "engine": engine})
+    assert kv_bytes_per_token(on_gpu, shape) == 2 * 2 * 2 * 32 * 4
+    on_gpu = on_gpu.model_copy(update={"precision": precision})
+    assert kv_bytes_per_token(on_gpu, shape) == 2 * (24 + 16) * 2
 
 
 def test_a_kv_cache_smaller_than_a_sequence_is_refused(config_file: Path) -> None:
