@@ -222,7 +222,7 @@ def test_a_head_size_that_cpu_engines_lack_is_refused(
 
 
 def test_a_gpu_keeps_latents_and_a_cpu_keys_and_values(config_file: Path) -> None:
-    """Two layers: 4 heads of 32 twice in float32, or in 16 bits on each of two workers a latent of 24 + 16."""
+    """Two layers: 4 heads of 32 twice in float32; in 16 bits on each of two workers a latent of 24 + 16."""
     shape = replace(TINY, num_layers=2, num_heads=4, num_kv_heads=4, head_dim=32)
     shape = replace(shape, latent=LatentAttention(0, 24, 16, 16, 24))
     settings = load_settings(config_file)
