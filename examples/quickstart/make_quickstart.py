@@ -50,6 +50,12 @@ With both it makes ``hybrid_moe_model/``, a Qwen3.5-MoE that starts from ``hybri
 shared expert. With 8 experts and 150 steps (seed 1, the same versions), held out: 0.30 right at temperature
 1, 0.02 greedy, 26 tokens a response, and 89% of prompts have both right and wrong answers among 8 samples.
 
+With ``--glm`` and ``--experts N`` it makes ``glm_model/``, a GLM-4.5 that starts from ``model/`` as above:
+its first layer is dense, the others have a shared expert and a router with random biases, which are not
+trained, and half of a head is rotated. GLM_NUMBERS
+
+    python examples/quickstart/make_quickstart.py --glm --experts 8 --steps GLM_STEPS
+
 With ``--solutions N`` it makes ``solutions.jsonl`` alone: worked solutions of the first N training problems,
 without slips, to fine-tune on (examples/warm_start.yaml has 400).
 """
@@ -67,6 +73,8 @@ import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import (
     GenerationConfig,
+    Glm4MoeConfig,
+    Glm4MoeForCausalLM,
     PreTrainedTokenizerFast,
     Qwen3_5ForCausalLM,
     Qwen3_5MoeForCausalLM,
@@ -78,7 +86,9 @@ from transformers import (
     Qwen3MoeForCausalLM,
 )
 
-type Model = Qwen3ForCausalLM | Qwen3MoeForCausalLM | Qwen3_5ForCausalLM | Qwen3_5MoeForCausalLM
+type Model = (
+    Qwen3ForCausalLM | Qwen3MoeForCausalLM | Qwen3_5ForCausalLM | Qwen3_5MoeForCausalLM | Glm4MoeForCausalLM
+)
 
 PAD, EOS = "<|endoftext|>", "<|im_end|>"
 VOCAB = 304
@@ -286,38 +296,46 @@ def make_hybrid(tokenizer: PreTrainedTokenizerFast) -> Qwen3_5ForCausalLM:
 
 
 @torch.no_grad()
-def make_mixture(dense: Qwen3ForCausalLM | Qwen3_5ForCausalLM, experts: int) -> Model:
-    """A Qwen3-MoE or Qwen3.5-MoE whose weights are those of ``dense`` except for the MLPs.
+def make_mixture(dense: Qwen3ForCausalLM | Qwen3_5ForCausalLM, experts: int, glm: bool = False) -> Model:
+    """A Qwen3-MoE, GLM-4.5 or Qwen3.5-MoE whose weights are those of ``dense`` except for the MLPs.
 
     An expert's EXPERT_WIDTH columns are drawn from those of the dense MLP. The weights of a token's TOP_K
     experts sum to one, so a down projection is multiplied by (dense width / EXPERT_WIDTH): then the mean over
-    all choices of experts is the dense layer's output. Of Qwen3.5 half of it comes from the shared expert,
-    whose gate is about 1/2 at first.
+    all choices of experts is the dense layer's output. With a shared expert half of it comes from that one,
+    whose gate in Qwen3.5 is about 1/2 at first; GLM-4.5 has none. Its first layer stays dense.
     """
     old, hybrid = dense.config, isinstance(dense, Qwen3_5ForCausalLM)
     keys = {key: value for key, value in old.to_dict().items() if key not in ("model_type", "architectures")}
-    keys |= {"num_experts": experts, "num_experts_per_tok": TOP_K, "moe_intermediate_size": EXPERT_WIDTH}
-    keys |= {"router_aux_loss_coef": 0.01}
+    keys |= {"num_experts_per_tok": TOP_K, "moe_intermediate_size": EXPERT_WIDTH}
     mixture: Model
-    if hybrid:
+    if glm:
+        keys["rope_parameters"] |= {"partial_rotary_factor": 0.5}
+        keys |= {"n_routed_experts": experts, "use_qk_norm": True, "num_nextn_predict_layers": 0}
+        mixture = Glm4MoeForCausalLM(Glm4MoeConfig(**keys | {"attention_bias": True}))
+    elif hybrid:
+        keys |= {"num_experts": experts, "router_aux_loss_coef": 0.01}
         config = Qwen3_5MoeTextConfig(**keys, shared_expert_intermediate_size=EXPERT_WIDTH)
         mixture = Qwen3_5MoeForCausalLM(config)
     else:
+        keys |= {"num_experts": experts, "router_aux_loss_coef": 0.01}
         mixture = Qwen3MoeForCausalLM(
             Qwen3MoeConfig(**keys, norm_topk_prob=True, decoder_sparse_step=1, mlp_only_layers=[])
         )
     mixture.load_state_dict(dense.state_dict(), strict=False)
-    for layer, source in zip(mixture.model.layers, dense.model.layers, strict=True):
+    for layer, source in list(zip(mixture.model.layers, dense.model.layers, strict=True))[glm:]:
         for expert in range(experts):
             columns = torch.randperm(old.intermediate_size)[:EXPERT_WIDTH]
             gate, up = source.mlp.gate_proj.weight[columns], source.mlp.up_proj.weight[columns]
             layer.mlp.experts.gate_up_proj[expert] = torch.cat((gate, up))
             scale = old.intermediate_size / EXPERT_WIDTH
             down = source.mlp.down_proj.weight[:, columns] * scale
-            layer.mlp.experts.down_proj[expert] = down / 2 if hybrid else down
-        if hybrid:  # that of the last expert is drawn twice
-            for name, weight in {"gate": gate, "up": up, "down": down}.items():
-                getattr(layer.mlp.shared_expert, f"{name}_proj").weight.copy_(weight)
+            layer.mlp.experts.down_proj[expert] = down / 2 if hybrid or glm else down
+        if hybrid or glm:  # that of the last expert is drawn twice
+            shared = layer.mlp.shared_experts if glm else layer.mlp.shared_expert
+            for name, weight in {"gate": gate, "up": up, "down": down / 2 if glm else down}.items():
+                getattr(shared, f"{name}_proj").weight.copy_(weight)
+        if glm:  # about as wide as the scores
+            layer.mlp.gate.e_score_correction_bias.normal_(std=0.1)
     return mixture
 
 
@@ -449,8 +467,11 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=2000, help="pre-training steps")
     parser.add_argument("--experts", type=int, help="make a mixture of so many experts a layer")
     parser.add_argument("--hybrid", action="store_true", help="make hybrid_model/, a Qwen3.5")
+    parser.add_argument("--glm", action="store_true", help="make glm_model/, a GLM-4.5; needs --experts")
     parser.add_argument("--solutions", type=int, help="make solutions.jsonl, of so many training problems")
     args = parser.parse_args()
+    if args.glm and (args.experts is None or args.hybrid):
+        parser.error("--glm needs --experts, and is no --hybrid")
 
     torch.set_num_threads(1)
     torch.manual_seed(args.seed)
@@ -469,7 +490,7 @@ def main() -> None:
         model = make_model(tokenizer)
     else:
         name = "hybrid_" * args.hybrid + "moe_" * (args.experts is not None) + "model"
-        folder = args.out / name
+        folder = args.out / ("glm_model" if args.glm else name)
         tokenizer = PreTrainedTokenizerFast.from_pretrained(args.out / "model")
         # What transformers notes about where it was read from.
         for key in ("is_local", "local_files_only"):
@@ -479,7 +500,7 @@ def main() -> None:
         elif args.hybrid:
             model = make_mixture(Qwen3_5ForCausalLM.from_pretrained(args.out / "hybrid_model"), args.experts)
         else:
-            model = make_mixture(Qwen3ForCausalLM.from_pretrained(args.out / "model"), args.experts)
+            model = make_mixture(Qwen3ForCausalLM.from_pretrained(args.out / "model"), args.experts, args.glm)
     print(f"{sum(p.numel() for p in model.parameters()):,} parameters, {len(tokenizer)} tokens")
     pretrain(model, tokenizer, rng, set(heldout), args.steps)
 

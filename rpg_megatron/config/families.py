@@ -73,14 +73,15 @@ _HYBRID: dict[str, tuple[Any, ...]] = {
     "is_causal": (True,),
     **dict.fromkeys(("layer_scale", "qkv_bias", "dual_chunk_attention_config"), ()),
 }
+_YARN = ("default", "yarn")
 _ALL_EXPERTS: dict[str, tuple[Any, ...]] = {"decoder_sparse_step": (1,), "mlp_only_layers": ([],)}
 """Of families that do not read these keys: all layers have experts."""
 
 FAMILIES = {
     "LlamaForCausalLM": Family("llama", "Llama 2, 3 to 3.3", ropes=("default", "llama3")),
-    "Qwen2ForCausalLM": Family("qwen2", "Qwen2, Qwen2.5", qkv_bias=True),
-    "Qwen3ForCausalLM": Family("qwen3", "Qwen3", qk_norm="heads", defaults={"head_dim": 128}),
-    "Qwen3MoeForCausalLM": Family("qwen3_moe", "Qwen3-MoE", qk_norm="heads", experts=True),
+    "Qwen2ForCausalLM": Family("qwen2", "Qwen2, Qwen2.5", qkv_bias=True, ropes=_YARN),
+    "Qwen3ForCausalLM": Family("qwen3", "Qwen3", qk_norm="heads", ropes=_YARN, defaults={"head_dim": 128}),
+    "Qwen3MoeForCausalLM": Family("qwen3_moe", "Qwen3-MoE", qk_norm="heads", experts=True, ropes=_YARN),
     "MistralForCausalLM": Family("mistral", "Mistral", windows="all", defaults={"sliding_window": 4096}),
     "Phi3ForCausalLM": Family("phi3", "Phi-3 (4k), Phi-4", fused_rows=True, windows="all", partial_rope=True),
     "Olmo3ForCausalLM": Family(
@@ -89,7 +90,7 @@ FAMILIES = {
         qk_norm="wide",
         post_norm=True,
         windows="some",
-        ropes=("default", "yarn"),
+        ropes=_YARN,
         defaults={"sliding_window": 4096, "rope_theta": 500000.0},
     ),
     "GraniteForCausalLM": Family(
@@ -103,6 +104,7 @@ FAMILIES = {
         "Qwen3.5 (its decoder alone)",
         qk_norm="heads",
         linear=True,
+        ropes=_YARN,
         partial_rope=True,
         fixed=_HYBRID,
         defaults={"head_dim": 256, "partial_rotary_factor": 0.25},
@@ -121,6 +123,7 @@ FAMILIES = {
         qkv_bias=True,
         experts=True,
         shared_expert=True,
+        ropes=_YARN,
         fixed={"use_sliding_window": (), "qkv_bias": (True,), "head_dim": ()},
         defaults={
             "num_experts": 60,

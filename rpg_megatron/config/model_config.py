@@ -94,7 +94,7 @@ def read_model_shape(path: Path) -> ModelShape:
             qkv_bias=family.qkv_bias and _has(raw, family, "attention_bias"),
             rope=rope,
             norm_eps=read_positive("rms_norm_eps", raw["rms_norm_eps"]),
-            max_positions=sizes["max_position_embeddings"],
+            max_positions=_positions(sizes["max_position_embeddings"], rope),
             dtype=str(raw.get("dtype") or raw.get("torch_dtype") or "float32"),
             experts=read_experts(raw, family, layers) if family.experts else None,
             windows=_windows(raw, family, layers),
@@ -229,6 +229,10 @@ def _refuse_variants(file: Path, raw: dict[str, Any], family: Family) -> None:
                 f"rope type {rope['rope_type']!r} is not supported for {family.name}; known: "
                 f"{', '.join(family.ropes)}"
             )
+        if rope.get("type", rope["rope_type"]) != rope["rope_type"]:
+            problems.append(
+                "rope_type and type differ, with which vLLM does not start; keep the one that is right"
+            )
         if rope["partial_rotary_factor"] != 1 and not family.partial_rope:
             problems.append("partial_rotary_factor is not 1; only rotation of the whole head is supported")
     if problems:
@@ -309,7 +313,7 @@ def _rope_settings(raw: dict[str, Any], family: Family, kind: str) -> dict[str, 
         rope, theta = {}, None
     return {
         **rope,
-        "rope_type": rope.get("rope_type") or rope.get("type") or "default",
+        "rope_type": rope.get("rope_type", rope.get("type", "default")),
         "rope_theta": rope.get("rope_theta") or theta or default,
         "partial_rotary_factor": rope.get("partial_rotary_factor", rotated),
     }
@@ -321,15 +325,19 @@ def _rope(raw: dict[str, Any], family: Family, kind: str = _FULL) -> Rope:
     if rope["rope_type"] != "default":
         # The same order of keys as in transformers.
         key = "original_max_position_embeddings"
-        original = raw.get(key) or rope.get(key) or raw["max_position_embeddings"]
-        positions = read_size("max_position_embeddings", original)
-        scaling = (
-            _llama3(rope, positions) if rope["rope_type"] == "llama3" else _yarn(rope, family, positions)
-        )
+        original = read_size(key, raw.get(key, rope.get(key, raw["max_position_embeddings"])))
+        scaling = _llama3(rope, original) if rope["rope_type"] == "llama3" else _yarn(rope, family, original)
     fraction = read_positive("partial_rotary_factor", rope["partial_rotary_factor"])
     if fraction > 1:
         raise ValueError(f"partial_rotary_factor is {fraction:g}; it must be at most 1")
     return Rope(read_positive("rope_theta", rope["rope_theta"]), fraction, scaling)
+
+
+def _positions(given: int, rope: Rope) -> int:
+    """The positions that a model has, of which vLLM has cosines."""
+    if not isinstance(rope.scaling, YarnRope):
+        return given
+    return int(min(given, rope.scaling.original_positions * rope.scaling.factor))
 
 
 def _llama3(rope: dict[str, Any], original: int) -> Llama3Rope:
@@ -354,9 +362,14 @@ def _yarn_magnitude(rope: dict[str, Any], key: str) -> float:
 
 
 def _yarn(rope: dict[str, Any], family: Family, original: int) -> YarnRope:
-    others = () if family.latent else ("mscale", "mscale_all_dim")
-    if unknown := sorted(set(others) & rope.keys()) or rope.get("truncate") is False:
-        raise ValueError(f"rope scaling of type yarn with {unknown or 'truncate false'} is not supported")
+    known = ["rope_type", "type", "rope_theta", "partial_rotary_factor", "factor", "attention_factor"]
+    known += ["original_max_position_embeddings", "beta_fast", "beta_slow"]
+    known += ["truncate"] if rope.get("truncate") is True else []
+    known += ["mscale", "mscale_all_dim"] if family.latent else []
+    if family.name.startswith("qwen3_5"):  # in other families vLLM computes something else with these
+        known += ["mrope_section", "mrope_interleaved"]
+    if unknown := {key: value for key, value in rope.items() if key not in known}:
+        raise ValueError(f"rope scaling of type yarn with {shorten(ascii(unknown), 80)} is not supported")
     factor = read_positive("factor", rope["factor"])
     magnitude = rope.get("attention_factor")
     if family.latent:  # vLLM multiplies by an attention_factor, transformers replaces by it
@@ -367,5 +380,5 @@ def _yarn(rope: dict[str, Any], family: Family, original: int) -> YarnRope:
         magnitude = _yarn_magnitude(rope, "mscale") / _yarn_magnitude(rope, "mscale_all_dim")
     if magnitude is None:
         magnitude = 0.1 * math.log(factor) + 1 if factor > 1 else 1.0
-    fast, slow = (read_positive(k, rope.get(k) or v) for k, v in (("beta_fast", 32), ("beta_slow", 1)))
+    fast, slow = (read_positive(k, rope.get(k, v)) for k, v in (("beta_fast", 32), ("beta_slow", 1)))
     return YarnRope(factor, fast, slow, original, read_positive("attention_factor", magnitude))

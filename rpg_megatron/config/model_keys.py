@@ -14,6 +14,7 @@ _LARGEST = {
     "head_dim": 2**16,
     "vocab_size": 2**31 - 1,  # token ids are int32
     "max_position_embeddings": 2**31 - 1,
+    "original_max_position_embeddings": 2**31 - 1,
     "sliding_window": 2**31 - 1,
     "linear_num_key_heads": 2**16,
     "linear_num_value_heads": 2**16,

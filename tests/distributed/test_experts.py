@@ -58,6 +58,19 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3_5_moe": ("qwen3_5_moe", HYBRID),
     "qwen3_next, layer 2 dense": ("qwen3_next", {**HYBRID, "mlp_only_layers": [2]}),
     "qwen2_moe": ("qwen2_moe", {**SIZES, "norm_topk_prob": True}),
+    "qwen3_moe, YaRN": (
+        "qwen3_moe",
+        {
+            **SIZES,
+            "head_dim": 16,
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "rope_theta": 500.0,
+                "factor": 4.0,
+                "original_max_position_embeddings": 32,
+            },
+        },
+    ),
     "olmoe": ("olmoe", {**SIZES, "intermediate_size": 32}),
     "glm4_moe": ("glm4_moe", {**SIZES, "head_dim": 16, "n_shared_experts": 2}),
     "glm4_moe, groups": (

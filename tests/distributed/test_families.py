@@ -4,11 +4,12 @@ Why: a family differs from the next by a bias, a norm or a rotary frequency, and
 plausible log-probs that are wrong. Proved for Qwen2 (tied, biases that matter), for Llama with rope scaling
 (untied, frequencies in every range of the scaling, none of Megatron's own numbers), for Mistral (windows),
 Phi-3 (fused tensors, part of the head rotated) and OLMo 3 (norms behind blocks and over all heads, windows in
-some layers, two rotary embeddings), each on real Megatron-Core in fp32 over gloo, with sequences packed,
-layers that the pipeline does not divide and a vocabulary that tensor parallelism does not: log-probs,
-entropies and all gradients against transformers in float64, and an export that equals the source bit by bit,
-after an update at a learning rate of zero; and that leaving out any of these kinds is found. Not covered
-here: Qwen3 and the objectives (test_layouts), bfloat16, Transformer Engine's layers, the engine.
+some layers, two rotary embeddings), and for YaRN in Qwen2, Qwen3 and Qwen3.5, each on real Megatron-Core in
+fp32 over gloo, with sequences packed, layers that the pipeline does not divide and a vocabulary that tensor
+parallelism does not: log-probs, entropies and all gradients against transformers in float64, and an export
+that equals the source bit by bit, after an update at a learning rate of zero; and that leaving out any of
+these kinds is found. Not covered here: Qwen3 without YaRN and the objectives (test_layouts), bfloat16,
+Transformer Engine's layers, the engine.
 """
 
 from __future__ import annotations
@@ -91,6 +92,13 @@ OLMO3_ROPE = {
     },
     "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
 }
+YARN_ROPE = {
+    "rope_type": "yarn",
+    "rope_theta": 500.0,
+    "factor": 4.0,
+    "original_max_position_embeddings": 32,
+}
+"""As users add it: positions beyond 32 are those of most trajectories, the longest has 120."""
 PHI3_ROPE = {"rope_type": "default", "rope_theta": 100.0, "partial_rotary_factor": 0.75}
 
 MODELS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
@@ -101,7 +109,14 @@ MODELS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "mistral": ("mistral", {"sliding_window": 16}, KINDS),
     "phi3": ("phi3", {"rope_parameters": PHI3_ROPE, "sliding_window": 40}, KINDS),
     "olmo3": ("olmo3", {"rope_parameters": OLMO3_ROPE, "sliding_window": 16}, KINDS),
+    "qwen2, YaRN": ("qwen2", {"rope_parameters": YARN_ROPE}, KINDS),
+    "qwen3, YaRN": ("qwen3", {"rope_parameters": YARN_ROPE, "head_dim": 16}, KINDS),
     "qwen3_5": ("qwen3_5", {"head_dim": 32}, KINDS),
+    "qwen3_5, YaRN": (
+        "qwen3_5",
+        {"head_dim": 32, "rope_parameters": YARN_ROPE | {"partial_rotary_factor": 0.5}},
+        KINDS,
+    ),
     "granite": ("granite", {"tie_word_embeddings": True}, KINDS),
     "qwen2, deep": ("qwen2", {"num_hidden_layers": 9, "tie_word_embeddings": True}, VIRTUAL),
 }
@@ -187,6 +202,19 @@ PLANTED: dict[str, tuple[str, dict[str, Any], dict[str, Any], str]] = {
         {},
         "",
     ),
+    "YaRN": ("qwen3, YaRN", {"rope_parameters": {"rope_type": "default", "rope_theta": 500.0}}, {}, ""),
+    "YaRN's factor of scores": (
+        "qwen3, YaRN",
+        {"rope_parameters": YARN_ROPE | {"attention_factor": 1.0}},
+        {},
+        "",
+    ),
+    "the original positions": (
+        "qwen3, YaRN",
+        {"rope_parameters": YARN_ROPE | {"original_max_position_embeddings": 512}},
+        {},
+        "",
+    ),
     "full attention": ("olmo3", {"layer_types": ["sliding_attention"] * 5}, {}, ""),
     "norms behind blocks": ("olmo3", {}, {}, "no norm behind blocks"),
     "heads of other ranks": ("olmo3", {}, SP2, "each rank's own heads"),
@@ -210,6 +238,9 @@ FEW = (
     "olmo3: TP2+SP",
     "olmo3: PP2xVPP2",
     "olmo3: TP2+SPxCP2",
+    "qwen2, YaRN: PP2xVPP2",
+    "qwen3, YaRN: TP2+SPxCP2",
+    "qwen3_5, YaRN: TP2+SP",
     "granite: TP1",
     "qwen3_5: PP2xVPP2",
     "qwen3_5: TP2+SPxCP2",
@@ -253,7 +284,7 @@ def test_families_in_every_layout(tmp_path: Path, few: bool) -> None:
             rows[name] = score_batch(model, batch[name])
             expected[name] = reference_update(model, batch[name], "rpg")
         tolerance[name] = 1e-5
-        if name == "qwen3_5":  # norms and rule are float32 also in transformers, and amplify its rounding
+        if family == "qwen3_5":  # norms and rule are float32 also in transformers, and amplify its rounding
             own = AutoModelForCausalLM.from_pretrained(tmp_path / name, dtype=torch.float32)
             rounded = reference_update(own, batch[name], "rpg")["gradients"]
             tolerance[name] = max(5e-5, 3 * gradient_error(rounded, expected[name]["gradients"])[0])

@@ -84,7 +84,8 @@ def test_experts_after_five_perturbations(
 @pytest.mark.long
 @pytest.mark.timeout(5400)
 @pytest.mark.parametrize(
-    "name", ["qwen2, tied", "qwen3", "llama 3, tied", "mistral", "phi3", "olmo3", "granite, tied"]
+    "name",
+    ["qwen2, tied", "qwen3", "qwen3, YaRN", "llama 3, tied", "mistral", "phi3", "olmo3", "granite, tied"],
 )
 def test_every_family_after_five_perturbations(
     tmp_path: Path, name: str, capsys: pytest.CaptureFixture[str]
@@ -97,6 +98,15 @@ def test_every_family_after_five_perturbations(
 def test_hybrid(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with bridge_engines(tmp_path, "qwen3.5", [1]) as engines:
         check_matrix(tmp_path, engines, "qwen3.5", {1: HYBRID[1]}, 1, capsys, tolerance=1e-4)
+
+
+@pytest.mark.parametrize("name", ["qwen3, YaRN", pytest.param("qwen3.5, YaRN", marks=pytest.mark.long)])
+@pytest.mark.usefixtures("forked_starts")
+def test_positions_beyond_the_original_ones(
+    tmp_path: Path, name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with bridge_engines(tmp_path, name, [1]) as engines:
+        check_matrix(tmp_path, engines, name, {1: HYBRID[1]}, 1, capsys, tolerance=1e-4)
 
 
 @pytest.mark.usefixtures("forked_starts")

@@ -83,6 +83,15 @@ LLAMA3 = {
     "original_max_position_embeddings": 64,
 }
 
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 1e3,
+    "factor": 8.0,
+    "original_max_position_embeddings": 128,
+}
+"""Responses of the bridge's tests have up to 600 tokens."""
+SECTIONS = {"partial_rotary_factor": 0.25, "mrope_section": [2, 1, 1], "mrope_interleaved": True}
+
 
 MIXTURE: dict[str, Any] = {
     "num_experts": 8,
@@ -112,6 +121,9 @@ MODELS: dict[str, Callable[[], Any]] = {
     "qwen2, tied": lambda: Qwen2ForCausalLM(Qwen2Config(**COMMON, tie_word_embeddings=True)),
     "qwen3, tied": lambda: Qwen3ForCausalLM(Qwen3Config(**COMMON, head_dim=32, tie_word_embeddings=True)),
     "qwen3": lambda: Qwen3ForCausalLM(Qwen3Config(**COMMON, head_dim=32, tie_word_embeddings=False)),
+    "qwen3, YaRN": lambda: Qwen3ForCausalLM(
+        Qwen3Config(**COMMON, head_dim=32, tie_word_embeddings=False, rope_parameters=YARN)
+    ),
     "qwen3, as many key heads": lambda: Qwen3ForCausalLM(
         Qwen3Config(
             **COMMON | {"num_key_value_heads": 6},
@@ -175,6 +187,9 @@ MODELS: dict[str, Callable[[], Any]] = {
         )
     ),
     "qwen3.5": lambda: Qwen3_5ForCausalLM(Qwen3_5TextConfig(**hybrid(32, 48))),
+    "qwen3.5, YaRN": lambda: Qwen3_5ForCausalLM(
+        Qwen3_5TextConfig(**hybrid(32, 48, rope_parameters=YARN | SECTIONS))
+    ),
     "qwen3.5, heads of 128": lambda: Qwen3_5ForCausalLM(Qwen3_5TextConfig(**hybrid(128, 128))),
     "qwen3.5-moe, heads of 128": lambda: Qwen3_5MoeForCausalLM(
         Qwen3_5MoeTextConfig(**hybrid(128, 128, **MIXTURE))

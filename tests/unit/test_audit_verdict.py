@@ -20,17 +20,19 @@ from rpg_megatron.bridge.vllm.trace import join_workers
 from rpg_megatron.commands.audit.causes import Finding
 from rpg_megatron.commands.audit.module_check import ActivationTrace, ModuleChecker, distance
 from rpg_megatron.config import ModelShape
+from rpg_megatron.config.model_shape import Rope, YarnRope
 from rpg_megatron.models.activation_sites import LOGITS, Trace, split_site
 from tests.support.audit_sides import LENGTHS, make_side, only, verdict_of, weights_of
 from tests.support.tiny_models import FAMILIES, HYBRIDS, TINY, TINY_MOE, tiny_shape, write_checkpoint
 
 TRACED = [name for name in FAMILIES if name not in ("granite", "olmo3", *HYBRIDS)]
 """Families that an audit takes."""
+SHAPES = {name: tiny_shape(name) for name in TRACED}
+SHAPES["qwen3, YaRN"] = tiny_shape(rope=Rope(1e6, scaling=YarnRope(8.0, 32.0, 1.0, 64, 1.2)))
 
 
-@pytest.mark.parametrize("family", TRACED)
-def test_the_chain_is_what_transformers_computes(family: str, tmp_path: Path):
-    shape = tiny_shape(family)
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+def test_the_chain_is_what_transformers_computes(shape: ModelShape, tmp_path: Path):
     weights = weights_of(shape)
     write_checkpoint(tmp_path, shape, weights)
     model = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float64).eval()
@@ -41,10 +43,9 @@ def test_the_chain_is_what_transformers_computes(family: str, tmp_path: Path):
     torch.testing.assert_close(side.trace[LOGITS], logits[side.predicts], rtol=0, atol=2e-5)
 
 
-@pytest.mark.parametrize("family", TRACED)
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_rounding_alone_is_clean(family: str, dtype: str):
-    shape = tiny_shape(family)
+def test_rounding_alone_is_clean(shape: ModelShape, dtype: str):
     weights = weights_of(shape)
     if dtype == "bfloat16":
         weights = {n: w.bfloat16() for n, w in weights.items()}

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from rpg_megatron.config import UserError, read_model_shape
 from rpg_megatron.config.model_shape import (
@@ -144,6 +145,110 @@ def test_windows_and_rotary_embeddings_are_read_as_transformers_does(
         assert shape.rope_of(layer).theta == parameters["rope_theta"]
         assert shape.rope_of(layer).fraction == parameters.get("partial_rotary_factor", 1)
         assert isinstance(shape.rope_of(layer).scaling, YarnRope) == (parameters["rope_type"] == "yarn")
+
+
+YARN_FAMILIES = {
+    "qwen2": {},
+    "qwen3": {},
+    "qwen3_moe": {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32},
+    "qwen2_moe": {},
+    "qwen3_next": {},
+    "qwen3_5_text": {},
+    "qwen3_5_moe_text": {},
+}
+"""transformers' name of the architecture -> what config.json has besides the common keys."""
+
+
+@pytest.mark.parametrize("kind", YARN_FAMILIES)
+@pytest.mark.parametrize(
+    ("changes", "positions"),
+    [
+        ({"rope_scaling": YARN}, 4096),
+        ({"rope_scaling": {"type" if k == "rope_type" else k: v for k, v in YARN.items()}}, 4096),
+        ({"rope_parameters": YARN | {"rope_theta": 1e4, "attention_factor": 1.5, "truncate": True}}, 4096),
+        ({"rope_scaling": YARN | {"beta_fast": 8, "beta_slow": 0.5, "type": "yarn"}}, 4096),
+        ({"rope_scaling": YARN | {"factor": 4}}, 2048),
+        ({"rope_scaling": YARN | {"factor": 1.001}}, 512),
+        ({"rope_scaling": YARN | {"factor": 0.5, "attention_factor": None}}, 256),
+        ({"rope_scaling": YARN | {"factor": 16.0}}, 4096),
+        ({"rope_scaling": {"type": "yarn", "factor": 4.0}}, 4096),  # of max_position_embeddings
+        ({"rope_scaling": YARN, "original_max_position_embeddings": 256}, 2048),
+        ({"rope_scaling": YARN, "max_position_embeddings": 1024}, 1024),
+    ],
+)
+def test_yarn_is_read_as_transformers_does(
+    tmp_path: Path, kind: str, changes: dict[str, Any], positions: int
+) -> None:
+    name = "".join(part.capitalize() for part in kind.removesuffix("_text").split("_"))
+    name = {"Qwen35": "Qwen3_5", "Qwen35Moe": "Qwen3_5Moe"}.get(name, name)
+    raw = json.loads(json.dumps(LLAMA | YARN_FAMILIES[kind] | changes))
+    shape = read(tmp_path, raw | {"architectures": [f"{name}ForCausalLM"]})
+    config = AutoConfig.for_model(kind, **raw)
+    frequencies, magnitude = ROPE_INIT_FUNCTIONS["yarn"](config)
+    assert isinstance(shape.rope.scaling, YarnRope)
+    assert torch.equal(rotary_frequencies(shape.rope, shape.head_dim), frequencies)
+    assert shape.rope.scaling.magnitude == magnitude
+    assert shape.max_positions == positions
+    assert not megatron_rotates(shape)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"factor": "4.0"}, "factor is 4.0; it must be a number greater than 0"),
+        ({"factor": True}, "factor is True; it must be a number"),
+        ({"factor": None}, "factor is None; it must be a number"),
+        ({"factor": float("nan")}, "factor is nan; it must be a number"),
+        ({"factor": float("inf")}, "factor is inf; it must be a number"),
+        ({"factor": -4.0}, "factor is -4.0; it must be a number"),
+        ({"factor": ...}, "the key 'factor' is missing"),
+        ({"attention_factor": "1"}, "attention_factor is 1; it must be a number"),
+        ({"attention_factor": False}, "attention_factor is False; it must be a number"),
+        ({"attention_factor": -1.0}, "attention_factor is -1.0; it must be a number"),
+        ({"beta_fast": None}, "beta_fast is None; it must be a number"),  # vLLM takes no default
+        ({"beta_slow": 0}, "beta_slow is 0; it must be a number"),  # transformers takes its default
+        ({"beta_fast": "32"}, "beta_fast is 32; it must be a number"),
+        ({"original_max_position_embeddings": None}, "original_max_position_embeddings is None; it must be"),
+        (
+            {"original_max_position_embeddings": 512.0},
+            "original_max_position_embeddings is 512.0; it must be",
+        ),
+        ({"original_max_position_embeddings": True}, "original_max_position_embeddings is True; it must be"),
+        ({"original_max_position_embeddings": 0}, "original_max_position_embeddings is 0; it must be"),
+        ({"truncate": False}, "type yarn with {'truncate': False} is not supported"),
+        (
+            {"truncate": None},
+            "type yarn with {'truncate': None} is not supported",
+        ),  # transformers: false; vLLM, too
+        ({"truncate": "false"}, "type yarn with {'truncate': 'false'} is not supported"),
+        (
+            {"mscale": 1.0, "mscale_all_dim": 1.0},
+            "type yarn with {'mscale': 1.0, 'mscale_all_dim'",
+        ),
+        ({"rope_dim": 4}, r"type yarn with {'rope_dim': 4} is not supported"),  # of vLLM alone
+        ({"mrope_section": [2, 1, 1]}, r"type yarn with {'mrope_section': \[2, 1, 1\]} is not supported"),
+        ({"attn_factor": 1.0}, r"type yarn with {'attn_factor': 1.0} is not supported"),
+        ({"type": "linear"}, "rope_type and type differ, with which vLLM does not start"),
+        ({"rope_type": "default", "type": "yarn"}, "rope_type and type differ"),
+        ({"rope_type": None}, "rope type None is not supported for qwen3; known: default, yarn"),
+        ({"rope_type": "linear"}, "rope type 'linear' is not supported for qwen3; known: default, yarn"),
+        ({"rope_type": ["yarn"]}, r"rope type \['yarn'\] is not supported for qwen3"),
+        ({"rope_theta": "1e6"}, "rope_theta is 1e6; it must be a number"),
+    ],
+)
+def test_yarn_that_transformers_or_vllm_computes_otherwise_is_refused(
+    tmp_path: Path, changes: dict[str, Any], message: str
+) -> None:
+    scaling = {key: value for key, value in (YARN | changes).items() if value is not ...}
+    for key in ("rope_scaling", "rope_parameters"):
+        with pytest.raises(UserError, match=message):
+            read(tmp_path, QWEN3 | {key: scaling})
+
+
+def test_yarn_of_qwen3_5_may_have_sections(tmp_path: Path) -> None:
+    sections = {"mrope_section": [11, 11, 10], "mrope_interleaved": True, "rope_theta": 1e7}
+    plain = read(tmp_path, QWEN3_5 | {"rope_parameters": YARN | {"rope_theta": 1e7}})
+    assert read(tmp_path, QWEN3_5 | {"rope_parameters": YARN | sections}) == plain
 
 
 @pytest.mark.parametrize(
@@ -542,14 +647,14 @@ def test_mixtures_of_experts_that_are_not_supported(
     "spelling",
     [
         {"rope_scaling": SCALING},
-        {"rope_scaling": {**SCALING, "rope_type": None, "type": "llama3"}},
+        {"rope_scaling": {"type": "llama3", **{k: v for k, v in SCALING.items() if k != "rope_type"}}},
         {"rope_parameters": {**SCALING, "rope_theta": 5e5}, "rope_theta": None},
         {
             "rope_scaling": {**SCALING, "original_max_position_embeddings": 1},
             "original_max_position_embeddings": 512,
         },
         {
-            "rope_scaling": {**SCALING, "original_max_position_embeddings": None},
+            "rope_scaling": {k: v for k, v in SCALING.items() if not k.startswith("original")},
             "max_position_embeddings": 512,
         },
     ],
@@ -614,7 +719,7 @@ def test_every_spelling_of_llama3_rope_scaling(tmp_path: Path, spelling: dict[st
         (PHI3 | {"rope_scaling": {"type": "longrope"}}, "rope type 'longrope' is not supported for phi3"),
         (OLMO3 | {"layer_types": ["full_attention"]}, "layer_types has 1 entries for 4 layers"),
         (OLMO3 | {"layer_types": ["linear_attention"] * 4}, "4 of 4 layers have linear_attention; this kind"),
-        (OLMO3 | {"rope_scaling": YARN | {"mscale": 1.0}}, r"type yarn with \['mscale'\] is not supported"),
+        (OLMO3 | {"rope_scaling": YARN | {"mscale": 1.0}}, "type yarn with {'mscale': 1.0} is not supported"),
         (OLMO3 | {"rope_scaling": YARN | {"factor": 0}}, "factor is 0; it must be a number greater than 0"),
         (PHI3 | {"partial_rotary_factor": 1.5}, "partial_rotary_factor is 1.5; it must be at most 1"),
         (

@@ -20,6 +20,27 @@ VLLM = Path(next(iter(importlib.util.find_spec("vllm").submodule_search_location
 PINNED = "0.32"
 RELIED_ON = [
     (
+        "config/model.py::_get_and_verify_max_len",
+        "hf_config model_arch_config tokenizer_config max_model_len disable_sliding_window sliding_window "
+        "spec_target_max_model_len encoder_config",
+        "826fcac35dfc",
+        "the preflight's positions with YaRN: max_position_embeddings without a factor",
+    ),
+    (
+        "model_executor/layers/rotary_embedding/__init__.py::get_rope",
+        "head_size max_position is_neox_style rope_parameters dtype dual_chunk_attention_config "
+        "mrope_positions_factor",
+        "7c022c08f622",
+        "model_config._yarn accepts the keys that it reads",
+    ),
+    (
+        "model_executor/layers/rotary_embedding/yarn_scaling_rope.py::"
+        "YaRNScalingRotaryEmbedding._compute_cos_sin_cache",
+        "self",
+        "3367dbc3edb1",
+        "model_config._positions: cosines of original_max_position_embeddings x factor",
+    ),
+    (
         "distributed/weight_transfer/base.py::WeightTransferEngine.__init__",
         "self config vllm_config device model",
         "c29305fa31f9",

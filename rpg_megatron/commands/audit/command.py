@@ -23,7 +23,7 @@ from rpg_megatron.launcher.summary import display_path
 _EAGER = ("--enforce-eager", "--no-enable-prefix-caching")
 """Hooks see neither the modules of a compiled model nor tokens of a cached prefix, which routes need."""
 _SHOWN = 6  # findings per engine
-_MAY_DIFFER = ("rope_theta", "rope_scaling", "norm_eps", "dtype", "max_positions")
+_MAY_DIFFER = ("rope", "norm_eps", "dtype", "max_positions")
 _COLUMNS = {
     "input": ("input",),
     "norm": ("input_norm",),
