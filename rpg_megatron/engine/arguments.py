@@ -36,11 +36,14 @@ def check_engine_arguments(settings: Settings) -> None:
         raise UserError(f"rollout.tool_call_parser: vLLM has no parser {parser}; {fix}")
     options = [argument for argument in settings.engine.arguments if argument.startswith("--")]
     known = option_names() if options else set()
-    if len(known) < _LEAST:
-        return
     for argument in options:
         name = re.split("[=.]", argument)[0].replace("_", "-")
-        if not any(option.startswith(name) for option in known):
+        if name.startswith(("--hf-o", "--hf-c")):  # --hf-overrides and --hf-config-path
+            raise UserError(
+                f"engine.arguments: {name} would change the model in engines only; change config.json in "
+                "model.path, which trainers read, too"
+            )
+        if len(known) >= _LEAST and not any(option.startswith(name) for option in known):
             near = difflib.get_close_matches(name, known, n=1, cutoff=0.75)
             fix = f"did you mean {near[0]}?" if near else "vllm serve --help=all lists them"
             raise UserError(f"engine.arguments: vLLM has no option {name}; {fix}")

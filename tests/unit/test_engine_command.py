@@ -280,9 +280,25 @@ def test_experts_that_engines_on_a_cpu_do_not_have_are_refused(
         ("--compilation-config.mode=3", None),
         ("--no-enable-prefix-caching", None),
         ("-O3", None),
+        ("--hf-token", None),
+        *(
+            (
+                f"{name}{value}",
+                f"{name} would change the model in engines only; change config.json in model.path, "
+                "which trainers read, too",
+            )
+            for name, value in (
+                ("--hf-overrides", ""),
+                ("--hf-over", '={"rope_scaling": {"factor": 4.0}}'),
+                ("--hf-overrides", ".rope_scaling.factor=4"),
+                ("--hf-config-path", "=elsewhere"),
+            )
+        ),
     ],
 )
-def test_options_that_vllm_lacks_are_refused(config_file: Path, argument: str, message: str | None) -> None:
+def test_options_that_vllm_lacks_or_that_change_the_model_are_refused(
+    config_file: Path, argument: str, message: str | None
+) -> None:
     settings = load_settings(config_file, [f"engine.arguments=[{argument!r}, '3']"])
     if message is None:
         check_engine_arguments(settings)
