@@ -52,9 +52,11 @@ shared expert. With 8 experts and 150 steps (seed 1, the same versions), held ou
 
 With ``--glm`` and ``--experts N`` it makes ``glm_model/``, a GLM-4.5 that starts from ``model/`` as above:
 its first layer is dense, the others have a shared expert and a router with random biases, which are not
-trained, and half of a head is rotated. GLM_NUMBERS
+trained, and half of a head is rotated. With 8 experts and 400 steps (seed 1, torch 2.13, transformers 5.19),
+held out: 0.29 right at temperature 1, 0.01 greedy, 26 tokens a response, and 93% of prompts have both right
+and wrong answers among 8 samples.
 
-    python examples/quickstart/make_quickstart.py --glm --experts 8 --steps GLM_STEPS
+    python examples/quickstart/make_quickstart.py --glm --experts 8 --steps 400
 
 With ``--solutions N`` it makes ``solutions.jsonl`` alone: worked solutions of the first N training problems,
 without slips, to fine-tune on (examples/warm_start.yaml has 400).
