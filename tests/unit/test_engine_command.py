@@ -280,7 +280,6 @@ def test_experts_that_engines_on_a_cpu_do_not_have_are_refused(
         ("--compilation-config.mode=3", None),
         ("--no-enable-prefix-caching", None),
         ("-O3", None),
-        ("--hf-token", None),
         *(
             (
                 f"{name}{value}",

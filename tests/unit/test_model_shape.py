@@ -494,7 +494,7 @@ def test_sigmoid_routers_that_are_refused(tmp_path: Path, changes: dict[str, obj
         read(tmp_path, GLM | changes)
 
 
-YARN = {
+MLA_YARN = {
     "type": "yarn",
     "factor": 40,
     "mscale": 1.0,
@@ -524,8 +524,8 @@ FLASH = {**DEEPSEEK, "architectures": ["Glm4MoeLiteForCausalLM"], "scoring_func"
     ("kind", "raw"),
     [
         ("deepseek_v3", DEEPSEEK),
-        ("deepseek_v3", DEEPSEEK | {"rope_scaling": YARN, "n_routed_experts": 16}),
-        ("deepseek_v3", DEEPSEEK | {"rope_scaling": YARN | {"mscale": 0.7, "beta_fast": 1}}),
+        ("deepseek_v3", DEEPSEEK | {"rope_scaling": MLA_YARN, "n_routed_experts": 16}),
+        ("deepseek_v3", DEEPSEEK | {"rope_scaling": MLA_YARN | {"mscale": 0.7, "beta_fast": 1}}),
         ("deepseek_v3", DEEPSEEK | {"q_lora_rank": None, "n_group": 1, "topk_group": 1}),
         ("glm4_moe_lite", FLASH),
         ("glm4_moe_lite", FLASH | {"mlp_layer_types": ["dense"] + ["sparse"] * 5, "num_experts_per_tok": 2}),
@@ -588,10 +588,19 @@ def test_cost_of_latent_attention(tmp_path: Path) -> None:
         ({"q_lora_rank": 0}, "q_lora_rank is 0; it must be an integer of 1"),
         ({"q_lora_rank": True}, "q_lora_rank is True; it must be an integer of 1"),
         ({"mlp_layer_types": ["dense"] * 2 + ["sparse"] * 4}, r"mlp_layer_types and first_k.* \(3\) differ"),
-        ({"rope_scaling": YARN | {"mscale": None}}, "mscale is None; it must be a number greater than 0"),
-        ({"rope_scaling": YARN | {"mscale_all_dim": 0}}, "mscale_all_dim is 0; it must be a number greater"),
-        ({"rope_scaling": YARN | {"attention_factor": 1.0}}, "with attention_factor is not supported"),
-        ({"rope_scaling": YARN | {"type": "linear"}}, "rope type 'linear' is not supported for deepseek_v3"),
+        (
+            {"rope_scaling": MLA_YARN | {"mscale": None}},
+            "mscale is None; it must be a number greater than 0",
+        ),
+        (
+            {"rope_scaling": MLA_YARN | {"mscale_all_dim": 0}},
+            "mscale_all_dim is 0; it must be a number greater",
+        ),
+        ({"rope_scaling": MLA_YARN | {"attention_factor": 1.0}}, "with attention_factor is not supported"),
+        (
+            {"rope_scaling": MLA_YARN | {"type": "linear"}},
+            "rope type 'linear' is not supported for deepseek_v3",
+        ),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor is not 1"),
     ],
 )
