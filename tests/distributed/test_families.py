@@ -319,6 +319,7 @@ def test_families_in_every_layout(tmp_path: Path, few: bool) -> None:
             assert set(exported) == set(source), run
             for key, weight in source.items():
                 assert torch.equal(exported[key], weight), f"{run}: {key} is not what it was"
+            assert read_model_shape(tmp_path / "weights" / run) == read_model_shape(tmp_path / name), run
             pipeline, virtual = parallel.get("pipeline", 1), parallel.get("virtual", 1)
             layers = read_model_shape(tmp_path / name).stage_layers(pipeline * virtual)
             bounds = list(pairwise(accumulate(layers, initial=0)))
