@@ -256,7 +256,7 @@ def test_lengths_beyond_the_math_models_positions_are_refused() -> None:
 
 def test_names_of_runs_differ() -> None:
     names = [load_settings(file).name for file in [*ROWS, *H100, *AHEAD, *MIXTURES, *HYBRIDS, *ADAPTERS]]
-    assert len(set(names)) == len(names) == 63
+    assert len(set(names)) == len(names) == 65
 
 
 def test_ahead_examples_differ_from_the_others_in_few_settings() -> None:
