@@ -33,7 +33,7 @@ from rpg_megatron.commands.plan.activations import StageActivations
 from rpg_megatron.commands.plan.layout import plan_batch
 from rpg_megatron.commands.plan.trainer_memory import communicators
 from rpg_megatron.config import Settings, load_settings, read_model_shape
-from rpg_megatron.config.model_shape import ExpertShape, LinearAttention
+from rpg_megatron.config.model_shape import ExpertShape, LatentAttention, LinearAttention
 from rpg_megatron.models.placement import RankShards
 from rpg_megatron.policy.attention import Runs
 from rpg_megatron.policy.device import start_device, start_process_group
@@ -106,6 +106,11 @@ def drive(every: list[Settings], case: dict[str, Any], folder: Path, report: Rep
     if "linear" in case:
         linear = LinearAttention(**case["linear"] | {"layers": tuple(case["linear"]["layers"])})
         shape = replace(shape, family="qwen3_5_text", linear=linear)
+    if "latent" in case:
+        latent = LatentAttention(**case["latent"])
+        head_dim = latent.plain_dim + latent.rotated_dim
+        sizes = {"num_kv_heads": shape.num_heads, "head_dim": head_dim, "qk_norm": False}
+        shape = replace(shape, **sizes, latent=latent)
     if "experts" in case:
         experts = case["experts"] | {"layers": tuple(case["experts"]["layers"])}
         shape = replace(shape, family="qwen3_moe", experts=ExpertShape(**experts))

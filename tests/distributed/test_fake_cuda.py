@@ -98,6 +98,10 @@ HYBRID = {
     }
 }
 
+LATENT = {
+    "latent": {"query_rank": 24, "rank": 16, "plain_dim": 32, "rotated_dim": 16, "value_dim": 32}
+} | EXPERTS
+
 LAYOUTS = {
     "half offloaded, bfloat16": case("bfloat16", memory={"offload_optimizer": 0.5}),
     "TP2+SP x PP2 x CP2, last rank, bfloat16": case("bfloat16", DEEP, 7, **SEQUENCES),
@@ -105,6 +109,10 @@ LAYOUTS = {
     "PP2, untied, bfloat16": case("bfloat16", {"pipeline": 2}, tied=False),
     "DP4, EP4, bfloat16": case("bfloat16", {"data": 4, "expert": 4}, **FIXED, **AUX_LOSS) | EXPERTS,
     "shared prompts, CP2, bfloat16": case("bfloat16", {"context": 2}, **SHARED),
+    "latent attention, TP2+SP x CP2, EP4": case(
+        "bfloat16", {**SP, "context": 2, "expert": 4}, 3, tied=False, **SHARED
+    )
+    | LATENT,
     "adapters, TP2+SP x DP2": case(
         "bfloat16",
         {**SP, "data": 2},
