@@ -62,7 +62,7 @@ def graders(report: Report, wrong_rows: bool = False, only_ours: bool = False) -
 
 # -- other spellings -----------------------------------------------------------------------------------------
 
-PAGE = "rewards.md"
+PAGE = "evidence/rewards.md"
 BLOCK = "grading spellings"
 DATA_FILES = {
     "gsm8k_test.jsonl": "gsm8k",
@@ -147,7 +147,7 @@ def spellings(report: Report, data: Path, write: bool = False, most: int = GSM8K
     """Verdicts on reference answers written in other ways, right and wrong; a grader must get both.
 
     data: folder with the files of GSM8K (test), AIME 2024, AIME 2025 and AMC 2023. write: put the table into
-    docs/rewards.md. most: number of GSM8K answers.
+    docs/evidence/rewards.md. most: number of GSM8K answers.
     """
     table = report.table("form", "the reference is 18, the response says", "should be", "agreement|.1%")
     for form, share in agreement(read_answers(data, most), FORMS):

@@ -149,10 +149,10 @@ LOSSES = Study(
 def losses(
     report: Report, seeds: tuple[int, ...] = LOSSES.seeds, runs: int | None = None, write: bool = False
 ) -> None:
-    """A shortened quickstart with every loss. runs: maximum. write: put the table into docs/objectives.md."""
+    """A shortened quickstart with every loss. runs: maximum. write: put the table into docs/evidence/objectives.md."""
     table = study(report, LOSSES, seeds, runs, (), "")
     if write:
-        write_block("objectives.md", "learning losses", table)
+        write_block("evidence/objectives.md", "learning losses", table)
 
 
 # -- sampling ahead ------------------------------------------------------------------------------------------
@@ -283,10 +283,10 @@ OPTIMIZERS = Study(
 def optimizers(
     report: Report, seeds: tuple[int, ...] = OPTIMIZERS.seeds, runs: int | None = None, write: bool = False
 ) -> None:
-    """The quickstart with AdamW and Muon, all else the same. write: the table of docs/objectives.md."""
+    """The quickstart with AdamW and Muon, all else the same. write: the table of docs/evidence/objectives.md."""
     table = study(report, OPTIMIZERS, seeds, runs, (), "")
     if write:
-        write_block("objectives.md", "learning optimizers", table)
+        write_block("evidence/objectives.md", "learning optimizers", table)
 
 
 if __name__ == "__main__":

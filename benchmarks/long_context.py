@@ -53,7 +53,7 @@ def long_context(
 
     Bytes are those of tensors, beyond weights and gradients. Time is processor time, so a machine that does
     other work gives the same ratios. Such a model says nothing about the speed of a large one on a GPU.
-    write: put both tables into docs/long-context.md.
+    write: put both tables into docs/evidence/long-context.md.
     """
     device, mesh = start("cpu")
     with tempfile.TemporaryDirectory() as place:
@@ -63,7 +63,7 @@ def long_context(
         ]
     dist.destroy_process_group()
     if write:
-        write_block("long-context.md", "long_context", "\n\n".join(map(str, tables)))
+        write_block("evidence/long-context.md", "long_context", "\n\n".join(map(str, tables)))
 
 
 def make_checkpoint(folder: Path, vocab: int) -> Path:

@@ -24,7 +24,7 @@ def shared_prompts(
 
     A group of ``samples`` responses of equal length in one row; prompt and response have ``sequence`` tokens
     together. A model of 2 layers and hidden size 256. Both kinds of rows in turns, medians of processor time;
-    bytes are those of tensors, beyond weights and gradients. write: put the table into docs/long-context.md.
+    bytes are those of tensors, beyond weights and gradients. write: put the table into docs/evidence/long-context.md.
     """
     device, mesh = start("cpu")
     columns = (
@@ -68,7 +68,7 @@ def shared_prompts(
             table.row(length, sequence - length, plain, shared, shared / plain, *ratios)
     dist.destroy_process_group()
     if write:
-        write_block("long-context.md", "shared_prompts", str(table))
+        write_block("evidence/long-context.md", "shared_prompts", str(table))
 
 
 if __name__ == "__main__":

@@ -58,7 +58,8 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str
             return text
         if text.endswith(".md"):
             text = titles.get(uri, text)
-        return f"{mark}[{text}]({uri}{anchor})"
+        place = posixpath.relpath(uri, posixpath.dirname(page.file.src_uri) or ".")
+        return f"{mark}[{text}]({place}{anchor})"
 
     parts, end = [], 0
     for block in _FENCE.finditer(markdown):

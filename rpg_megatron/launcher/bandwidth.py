@@ -36,7 +36,7 @@ network reaches more, TCP and a port shared by many cards less."""
 
 SLOW_FIX = (
     "set NCCL_IB_HCA to the InfiniBand cards between the nodes or, without InfiniBand, cluster.interface (or "
-    "NCCL_SOCKET_IFNAME) to the fast interface; NCCL_DEBUG=INFO tells what NCCL uses (docs/running.md, The "
+    "NCCL_SOCKET_IFNAME) to the fast interface; NCCL_DEBUG=INFO tells what NCCL uses (slurm/README.md, The "
     "network between nodes)"
 )
 DEAD_FIX = "allow TCP between the nodes, and set cluster.interface (and NCCL_SOCKET_IFNAME) to their network"

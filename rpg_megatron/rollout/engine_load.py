@@ -48,7 +48,7 @@ class EngineLoad:
         return now - before if now >= before else now  # a restarted engine counts from 0 again
 
     def pop(self, index: int) -> dict[str, float]:
-        """The row of engine ``index`` since the last call (see docs/running.md); empty without samples.
+        """The row of engine ``index`` since the last call (see docs/metrics.md); empty without samples.
 
         kv_use_max is the engine's own maximum up to the last sample. kv_use_mean is a mean over samples with
         running requests. tokens_per_second is over the time between

@@ -1,4 +1,4 @@
-"""The engine that vLLM's CUDA build configures for each example: the table in docs/performance.md.
+"""The engine that vLLM's CUDA build configures for each example: the table in docs/evidence/performance.md.
 
 Why: on a GPU an engine differs from one on a CPU (model runner, scheduling, graphs, back ends), and vLLM
 derives that from our command line. A change should show before it reaches a GPU. Not covered: what needs a
@@ -17,7 +17,7 @@ from rpg_megatron.engine.command import engine_command, engine_environment
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "examples"
-TABLE = ROOT / "docs" / "performance.md"
+TABLE = ROOT / "docs" / "evidence" / "performance.md"
 
 QUICKSTART = EXAMPLES / "quickstart.yaml"
 QWEN3_4B = EXAMPLES / "qwen3_4b_dapo_math_8k.yaml"

@@ -2,7 +2,7 @@
 
 Rows: NVIDIA-NeMo/RL, docs/about/performance-summary.md of 0.5 and, 8 off, of 0.6 (GRPO, 32 responses a
 prompt). Recipes: examples/configs/recipes/llm/performance and grpo_math_1B.yaml of the same repository.
-``docs/plan.md`` lists what the page does not say.
+``docs/evidence/plan.md`` lists what the page does not say.
 """
 
 from __future__ import annotations

@@ -15,7 +15,8 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-PAGES = sorted(f.relative_to(ROOT).as_posix() for f in (*ROOT.glob("*.md"), *ROOT.glob("[!.]*/*.md")))
+FILES = (*ROOT.glob("*.md"), *ROOT.glob("[!.]*/*.md"), *ROOT.glob("docs/evidence/*.md"))
+PAGES = sorted(f.relative_to(ROOT).as_posix() for f in FILES)
 LINK = re.compile(r"\[[^\]]*\]\(([^)#\s:]*)(?:#([^)\s]*))?\)")
 
 

@@ -38,6 +38,7 @@ from tests.support.recipes import (
 )
 
 GIB = 1024**3
+CHOOSE = EXAMPLES.parent / "docs" / "choose-settings.md"
 
 # Table -> model, longest response, the buffer of the penalty on long ones, rows.
 QWEN3_ROWS = ["grpo", "dapo", "rpg-ufkl", "rpg-urkl", "rpg-reinforce-ufkl", "rpg-reinforce-urkl"]
@@ -184,20 +185,20 @@ def check_margin(plan) -> None:
     assert plan.engine.full_sequences > 24
 
 
-def documented_layouts() -> list[tuple[str, int, list[str]]]:
-    """Model, number of cards and overrides of each line of the tables in examples/README.md."""
+def documented_layouts() -> list[tuple[str, int, list[str], list[str]]]:
+    """Model, number of cards, overrides and estimates of each line of the tables of dense models."""
     layouts = []
-    for line in (EXAMPLES / "README.md").read_text().splitlines():
-        if match := re.fullmatch(r"\| `(\S+)` \| (\d+) \| (.*) \|", line):
+    for line in CHOOSE.read_text().splitlines():
+        if match := re.fullmatch(r"\| `(\S+)` \| (\d+) \| (as it is|`[^`]*`) \| (.*) \|", line):
             overrides = re.findall(r"[\w.]+=\S+(?=[ `])", match[3])
-            layouts.append((match[1], int(match[2]), overrides))
+            layouts.append((match[1], int(match[2]), overrides, match[4].split(" | ")))
     return layouts
 
 
 @pytest.mark.parametrize("length", ["2k", "4k", "8k"])
-@pytest.mark.parametrize(("model", "cards", "overrides"), documented_layouts())
+@pytest.mark.parametrize(("model", "cards", "overrides", "expected"), documented_layouts())
 def test_each_documented_layout_fits_and_fills_its_cards(
-    model: str, cards: int, overrides: list[str], length: str
+    model: str, cards: int, overrides: list[str], expected: list[str], length: str
 ) -> None:
     settings = load_settings(EXAMPLES / f"{model}_dapo_math_{length}.yaml", overrides)
     plan = make_plan(settings)
@@ -210,25 +211,33 @@ def test_each_documented_layout_fits_and_fills_its_cards(
         placed = (len(share.ranks), workers)
         assert placed == (8, 8) if settings.engine.colocated else sum(placed) == 8
         assert len(share.ranks) % tensor == 0  # tensor ranks stay on a node
+    sizes = zip(("TP", "PP", "DP"), (tensor, settings.parallel.pipeline, settings.parallel.data), strict=True)
+    trainer, engines, rank, worker, steps = expected
+    assert trainer == ", ".join(f"{name} {size}" for name, size in sizes if size > 1)
+    assert engines == f"{settings.engine.replicas} of TP {settings.engine.tensor}"
+    step = estimate_step(plan, assume(plan.target.name)).step
+    assert steps.split(" / ")[("2k", "4k", "8k").index(length)] == f"{step:,.0f}"
+    if length == "8k":
+        assert [rank, worker] == [f"{n / GIB:.0f}" for n in (plan.rank_total, plan.engine.total)]
 
 
 def test_what_less_recomputation_leaves_is_plans() -> None:
     free_bytes = make_plan(
         load_settings(EXAMPLES / "qwen3_8b_dapo_math_8k.yaml", ["memory.recompute=selective"])
     ).left
-    readme = " ".join((EXAMPLES / "README.md").read_text().split())
+    page = " ".join(CHOOSE.read_text().split())
     assert (
         f"`memory.recompute=selective`, Qwen3-8B at 8192 tokens still leaves {free_bytes / GIB:.2f} GiB."
-        in readme
+        in page
     )
 
 
 def test_every_example_has_its_layouts_documented() -> None:
     rows = documented_layouts()
-    assert {file.name.split("_dapo_math")[0] for file in H100} == {model for model, _, _ in rows}
+    assert {file.name.split("_dapo_math")[0] for file in H100} == {model for model, *_ in rows}
     assert len(H100) == 12
-    assert {cards for _, cards, _ in rows} == {8, 16, 64}
-    defaults = [(model, cards) for model, cards, overrides in rows if not overrides]
+    assert {cards for _, cards, *_ in rows} == {8, 16, 64}
+    defaults = [(model, cards) for model, cards, overrides, _ in rows if not overrides]
     assert defaults == [("qwen3_4b", 8), ("qwen2.5_7b", 16), ("qwen3_8b", 16), ("qwen3_32b", 64)]
     apart = [row for row in rows if "engine.colocated=false" in row[2]]
     assert [row[:2] for row in apart] == [row[:2] for row in rows if row not in apart]
@@ -287,7 +296,7 @@ def test_ahead_examples_differ_from_the_others_in_few_settings() -> None:
 
 @pytest.mark.parametrize("file", AHEAD, ids=label)
 def test_the_estimates_beside_an_example_are_plans(file: Path) -> None:
-    """In the file's comment and in the table of the README."""
+    """In the file's comment and in the table of docs/choose-settings.md."""
     plan, base = plan_of(file), plan_of(EXAMPLES / file.name)
     in_turn = make_plan(load_settings(file, ["rollout.ahead=0"]))
     overlapped, *others = (estimate_step(p, assume(p.target.name)) for p in (plan, in_turn, base))
@@ -298,7 +307,7 @@ def test_the_estimates_beside_an_example_are_plans(file: Path) -> None:
     estimates = [round(seconds) for seconds in of_step]
     comment = " ".join(line[1:] for line in file.read_text().splitlines() if line.startswith("#"))
     assert [int(n) for n in re.findall(r"(\d+) s[,;.]", comment.split("estimates")[1])] == estimates
-    (row,) = re.findall(rf"\| `{file.stem}` \|(.*)\|", (EXAMPLES / "README.md").read_text())
+    (row,) = re.findall(rf"\| `{file.stem}` \|(.*)\|", CHOOSE.read_text())
     expected = [f"{plan.gpus.trainer} + {plan.gpus.engines}", plan.settings.rollout.ahead, *estimates]
     assert [cell.strip() for cell in row.split("|")] == [str(value) for value in expected]
 
@@ -336,7 +345,7 @@ def plan_of(file: Path) -> Plan:
 def mixtures() -> list[tuple[str, str, list[str], list[str]]]:
     """File, number of cards, overrides and estimates of each line of the table of mixtures."""
     rows = []
-    for line in (EXAMPLES / "README.md").read_text().splitlines():
+    for line in CHOOSE.read_text().splitlines():
         if match := re.fullmatch(
             r"\| `(\S*(?:_a\S+b|olmoe\S+|glm\S+)_dapo\S+)` \| (\d+ (?:\+ \d+|shared)) \| (.*)"
             r" \| (\d+) \| (\d+) \| (\d+) \|",
@@ -387,7 +396,7 @@ def test_every_mixture_is_documented() -> None:
 def test_adapters_are_documented_with_plans_estimates() -> None:
     rows = re.findall(
         r"\| `(\S+_lora)` \| (.+) \| (\d+) \| (\S+M) \| (\d+) \| (\d+) \| (\d+) \|",
-        (EXAMPLES / "README.md").read_text(),
+        CHOOSE.read_text(),
     )
     assert [row[0] for row in rows] == [file.stem for file in sorted(ADAPTERS, key=lambda f: cards(f))]
     for name, gpus, rank, trained, *estimates in rows:

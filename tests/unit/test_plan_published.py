@@ -1,4 +1,4 @@
-"""What ``plan`` says of NeMo-RL's published steps is what docs/plan.md says.
+"""What ``plan`` says of NeMo-RL's published steps is what docs/evidence/plan.md says.
 
 Why: a change to a formula or to a default must show what it does to the only steps of this size that anybody
 has published with lengths, layout and seconds. Not covered: phases, which the page does not have, and memory.
@@ -17,7 +17,7 @@ from tests.support.recipes import EXAMPLES
 
 def documented() -> dict[str, list[str]]:
     """Row -> its last five cells: published, predicted, ratio, fitted on the others, ratio with that."""
-    page = (EXAMPLES.parent / "docs" / "plan.md").read_text()
+    page = (EXAMPLES.parent / "docs" / "evidence" / "plan.md").read_text()
     lines = re.findall(
         r"^\| (.+?) \|.*?\| ([\d.]+) \| ([\d.]+) \| ([\d.]+) \| ([\d.]+) \| ([\d.]+) \|$", page, re.M
     )

@@ -1,4 +1,4 @@
-"""Each sentence of docs/security.md has a test that fails if it is not true, or a reason why there is none.
+"""Each sentence of docs/security.md and docs/evidence/security.md has a test that fails if it is not true, or a reason why there is none.
 
 Why: a page on security that is wrong is worse than none, and nobody notices when the code changes. ``TABLE``
 has a test, or ``limit:`` with a reason, and below it parts of the sentences that it supports. Proved: each
@@ -20,7 +20,9 @@ TABLE = """
 limit: a summary, or the way to what the rest of the page says
   What rpg_megatron trusts, what
   In short: models
-  names the test of
+  how foreign input is confined
+  The test of each sentence here
+  The process gives up its rights so
   Before it reads, it gives up its rights
   Which processes have such ports
   They **can**
@@ -242,6 +244,7 @@ unit/test_foreign_input.py::test_every_end_is_one_message
 unit/test_foreign_input.py::test_only_listed_system_calls_are_let_through
   a seccomp filter lets only listed
 unit/test_foreign_input.py::test_planted_code_can_reach_nothing
+  so that it reaches neither files nor a network
   The process cannot open a file
 unit/test_foreign_input.py::test_each_means_alone_protects_files
   Landlock without any rule denies
@@ -340,7 +343,9 @@ unit/test_resume_rules.py::test_checkpoints_of_a_run_may_be_on_another_disk
   `checkpoints/` of your own run lie on another disk
 """
 
-PAGE = (ROOT / "docs" / "security.md").read_text(encoding="utf-8")
+PAGE = "\n".join(
+    (ROOT / "docs" / page).read_text(encoding="utf-8") for page in ("security.md", "evidence/security.md")
+)
 NO_STATEMENTS = {"no", "none", "the same", ""}
 
 
