@@ -44,7 +44,7 @@ test-cuda: $(CUDA)  ## the CUDA builds of vLLM and Transformer Engine up to the 
 		.venv-cuda/bin/python -m pytest tests/cuda
 
 # On a machine with a card: the active environment, since .venv has the CPU stack.
-test-gpu:  ## tests on a GPU, with the python of its environment (README.md); without a card they are skipped
+test-gpu:  ## tests on a GPU, with the python of its environment (docs/install.md); without a card they are skipped
 	@if command -v nvidia-smi >/dev/null 2>&1 || [ -e /dev/nvidia0 ]; then python -m pytest -m gpu tests/gpu; \
 	else $(MAKE) .venv && $(BIN)/python -m pytest -m gpu -rs tests/gpu; fi
 

@@ -1,4 +1,4 @@
-"""Which features meet in which run, and which pairs are refused: the table behind docs/feature-pairs.md."""
+"""Which features meet in which run, and which pairs are refused: the tables of two pages, feature-pairs.md."""
 
 from __future__ import annotations
 
@@ -159,7 +159,7 @@ def meetings() -> dict[tuple[str, str], list[str]]:
 
 
 def table() -> str:
-    """What docs/feature-pairs.md says: the numbers of the runs in which a pair meets, runs and refusals."""
+    """What docs/evidence/feature-pairs.md says: the runs, and the numbers of those in which a pair meets."""
     met, numbers = meetings(), {name: str(n) for n, name in enumerate((*RUNS, *TUNED), 1)}
     names = list(FEATURES)
     lines = ["| |" + "".join(f" {name} |" for name in names[1:]), "|---" * len(names) + "|"]
@@ -175,6 +175,11 @@ def table() -> str:
         "",
         *(f"{numbers[name]}. {name}: {', '.join(features_of(settings_of(name)))}" for name in numbers),
     ]
-    lines += ["", "| refused | with | |", "|---|---|---|"]
+    return "\n".join(lines)
+
+
+def refusals() -> str:
+    """The table of docs/feature-pairs.md."""
+    lines = ["| refused | with | |", "|---|---|---|"]
     lines += [f'| {a} | {b} | "{message}" |' for (a, b), (_, message) in REFUSED.items()]
     return "\n".join(lines)

@@ -25,12 +25,13 @@ from tests.support.feature_pairs import (
     WARM_START,
     features_of,
     meetings,
+    refusals,
     settings_of,
     table,
 )
 from tests.support.runs import QUICKSTART
 
-PAGE = Path(__file__).parents[2] / "docs" / "feature-pairs.md"
+DOCS = Path(__file__).parents[2] / "docs"
 
 
 def test_each_pair_meets_in_a_run_or_is_refused() -> None:
@@ -59,5 +60,6 @@ def check(file: Path, words: list[str]) -> None:
     run_checks(CheckedRun(settings, LAYOUT, known=read_model_shape(settings.model.path)))
 
 
-def test_the_page_has_the_table() -> None:
-    assert table() in PAGE.read_text(encoding="utf-8")
+def test_the_pages_have_the_tables() -> None:
+    assert refusals() in (DOCS / "feature-pairs.md").read_text(encoding="utf-8")
+    assert table() in (DOCS / "evidence" / "feature-pairs.md").read_text(encoding="utf-8")

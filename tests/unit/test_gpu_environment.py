@@ -1,4 +1,4 @@
-"""``requirements/gpu.txt``, ``slurm/Dockerfile``, README and ``pyproject.toml`` describe one GPU environment.
+"""``requirements/gpu.txt``, ``slurm/Dockerfile``, docs/install.md and ``pyproject.toml`` describe one GPU environment.
 
 Why: nothing here installs it, so a version raised in one place would be noticed on a cluster only. Every rule
 is shown to find a planted mismatch. Not covered: whether the environment installs and runs.
@@ -18,7 +18,7 @@ from packaging.utils import canonicalize_name
 ROOT = Path(__file__).parents[2]
 LOCK, TORCH_PART, RECIPE = "requirements/gpu.txt", "requirements/te-torch.txt", "slurm/Dockerfile"
 LOOSE, CPU, PROJECT = "requirements/gpu.in", "requirements/cpu.txt", "pyproject.toml"
-FILES = (LOCK, TORCH_PART, RECIPE, LOOSE, CPU, PROJECT, "README.md")
+FILES = (LOCK, TORCH_PART, RECIPE, LOOSE, CPU, PROJECT, "docs/install.md")
 HELD_BACK = {"apache-tvm-ffi"}
 """Packages that vLLM pins to other versions than cpu.txt."""
 
@@ -74,7 +74,7 @@ def mismatches(files: dict[str, str]) -> list[str]:
         problems.append(f"{image}: CUDA is not {cuda}, or not from that place")
     python = re.search(r"(\d+\.\d+)", project["requires-python"])
     assert python is not None
-    for name in (LOCK, RECIPE, "README.md"):
+    for name in (LOCK, RECIPE, "docs/install.md"):
         named = set(re.findall(r"python ?(3\.\d+)", files[name].lower()))
         if named != {python[1]}:
             problems.append(f"{name} has Python {named}, pyproject.toml {python[1]}")
@@ -100,7 +100,7 @@ def mismatches(files: dict[str, str]) -> list[str]:
     for c in rest:
         copied = c.split()[1:-1] if c.startswith("COPY") else []
         problems += [f"{RECIPE}: {name} is not there" for name in copied if not (ROOT / name).exists()]
-    flags = [set(re.findall(r"NVTE_\w+=\w+", files[n])) for n in (TORCH_PART, RECIPE, "README.md")]
+    flags = [set(re.findall(r"NVTE_\w+=\w+", files[n])) for n in (TORCH_PART, RECIPE, "docs/install.md")]
     if not flags[0] == flags[1] == flags[2]:
         problems.append(f"Transformer Engine is compiled in several ways: {flags}")
     return problems
@@ -129,7 +129,7 @@ def changed(old: str, new: str) -> Callable[[str], str]:
         (TORCH_PART, changed("2.20.2", "2.20.1"), "parts of"),
         (PROJECT, changed("vllm==0.32.0", "vllm==0.32.1"), "vllm==0.32.1 is wanted"),
         (PROJECT, changed(">=3.12,<3.13", ">=3.13,<3.14"), "pyproject.toml 3.13"),
-        ("README.md", changed("python3.12 -m venv", "python3.13 -m venv"), "README.md has Python"),
+        ("docs/install.md", changed("python3.12 -m venv", "python3.13 -m venv"), "docs/install.md has Python"),
         (RECIPE, changed("python3.12-dev", "python3.11-dev"), "slurm/Dockerfile has Python"),
         (RECIPE, changed("cuda:13.0.2", "cuda:12.9.1"), "CUDA is not 13.0,"),
         (RECIPE, changed("nvidia/cuda", "registry.example/nvidia/cuda"), "not from that place"),
