@@ -23,6 +23,7 @@ limit: a summary, or the way to what the rest of the page says
   how foreign input is confined
   The test of each sentence here
   The process gives up its rights so
+  Private files of a run have mode
   Before it reads, it gives up its rights
   Which processes have such ports
   They **can**
