@@ -193,7 +193,7 @@ class Row(NamedTuple):
 
 @benchmark(responses=1)
 def replay(report: Report, responses: int = 16, folder: Path | None = None) -> None:
-    """What replaying the engine's experts does to the mismatch of log-probs (docs/mixture-of-experts.md).
+    """What replaying the engine's experts does to log-probs (docs/evidence/mixture-of-experts.md).
 
     A mixture of 8 layers with 32 experts each, of which a token takes 4 (random weights); a real engine on a
     CPU samples 8 x ``responses`` responses in float32 and in bfloat16, and the trainer scores them in the

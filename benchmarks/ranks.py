@@ -1,4 +1,4 @@
-"""What the ranks of a large job do before their first step and between each other (docs/scale.md).
+"""What the ranks of a large job do before their first step and between each other (docs/evidence/scale.md).
 
 The ranks are forked here and have no model: CPU seconds and descriptors are those of real ranks, waiting
 times are not.

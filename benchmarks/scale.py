@@ -1,4 +1,4 @@
-"""CPU time of a step's singleton processes at cluster size, against stand-in engines (docs/scale.md).
+"""CPU time of a step's singleton processes at cluster size, with stand-in engines (docs/evidence/scale.md).
 
 The stand-ins are unix sockets of one other process, which answer like vLLM's server with our plug-in. CPU
 seconds depend little on the machine's other load.

@@ -159,7 +159,7 @@ def variance(policy: Any, loss: Any) -> float:
 
 
 def test_variances_are_in_the_order_of_the_page(policy: Any) -> None:
-    """docs/distillation.md: full < token, unnormalised < token, normalised < sequence."""
+    """docs/evidence/distillation.md: full < token, unnormalised < token, normalised < sequence."""
     others = logps(TEACHER)
 
     def sampled(divergence: str, form: str = "token") -> Any:
@@ -303,7 +303,7 @@ def test_the_divergence_of_the_likeliest_tokens(direction: Any, chunk: int, adap
 
 @pytest.mark.parametrize("direction", ["rkl", "fkl"])
 def test_the_bias_of_the_likeliest_tokens(direction: str) -> None:
-    """A lower bound of the divergence, closer the more tokens; docs/distillation.md has these numbers."""
+    """A lower bound of the divergence, closer the more tokens; docs/evidence/distillation.md."""
     generator = torch.Generator().manual_seed(7)
     logits = 2 * torch.randn(64, 200, generator=generator, dtype=torch.float64)
     own = (logits + torch.randn(64, 200, generator=generator, dtype=torch.float64)).requires_grad_()

@@ -487,7 +487,7 @@ def test_each_group_of_ranks_has_buffers_and_experts_on_a_node_more(write: Calla
     ],
 )
 def test_buffers_of_a_communicator(ranks: int, here: int, use: dict[str, Any], mib: int) -> None:
-    """The parts that docs/plan.md lists: once, a ring, a tree, the switch, messages."""
+    """The parts that docs/evidence/plan.md lists: once, a ring, a tree, the switch, messages."""
     assert communicator_bytes(ranks, here, **use) == mib * 1024**2
 
 

@@ -1,7 +1,7 @@
 """``plan``'s figures for Transformer Engine's layers equal figures written out by hand.
 
 Why: no GPU checks these figures, so each term is tested by itself. Not covered: that the packages' sources
-were read correctly (docs/plan.md names the places); Megatron's own layers, which are measured
+were read correctly (docs/evidence/plan.md names the places); Megatron's own layers, which are measured
 (tests/distributed/test_plan_memory).
 """
 

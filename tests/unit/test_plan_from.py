@@ -1,8 +1,7 @@
 """``plan --from RUN`` gives a run's own times for its settings, scales them, and says what it could not use.
 
 Why: figures of a run that stand under settings they do not fit mislead more than a guess that says so. Runs
-are made with given times. Not covered: whether the next run takes as long (docs/plan.md has one that was
-measured).
+are made with given times. Not covered: whether the next run takes as long.
 """
 
 from __future__ import annotations

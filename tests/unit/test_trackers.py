@@ -5,7 +5,7 @@ Why: a tracker is the one part of a run that depends on an external server. Prov
 through the interface of the built-in ones, each in its thread: one that works, one that raises, one that
 never answers and one that cannot be made, side by side; and with the real packages where they are installed
 (else skipped): offline stores, and a server that accepts and never answers.
-Not covered: a training run with them (docs/trackers.md says how that was tried).
+Not covered: a training run with them (docs/trackers.md).
 """
 
 from __future__ import annotations

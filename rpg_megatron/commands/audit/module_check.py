@@ -42,7 +42,7 @@ from rpg_megatron.policy.rotary import rotary_frequencies
 from rpg_megatron.system.dtypes import torch_dtype
 
 TOLERANCE = {"float32": 5e-5, "bfloat16": 2e-2, "float16": 2.5e-3}
-"""Largest relative error of a module due to rounding. Measured on correct pairs, see docs/audit.md: at most
+"""Largest relative error of a module due to rounding. Of correct pairs (docs/evidence/audit.md): at most
 2e-6 in float32 and 6e-3 in bfloat16, except for experts (see ``tolerance``); larger models round more.
 float16 was not measured; its rounding errors are an eighth of bfloat16's.
 """

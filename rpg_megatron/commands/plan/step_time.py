@@ -25,11 +25,12 @@ _OPTIMIZER = 30
 """Bytes that AdamW reads and writes for each parameter that a rank updates: gradient and, in float32, weight
 and two moments, read and written; the bfloat16 weight is written."""
 TAIL_EFFICIENCY = 0.5
-"""As ``decode_efficiency``, of the last response alone; fitted with it to published steps. docs/plan.md."""
+"""As ``decode_efficiency``, of the last response alone; fitted with it to published steps.
+docs/evidence/plan.md."""
 GLOO, LINK_EFFICIENCY, SLICE = 0.98e9, 0.7, 10e-6
 """Bytes/s of a sync over gloo with 2 CPU cores, measured (docs/weight-sync.md); fraction of the speed of
 NVLink, network and host link that transfers reach, assumed; seconds of both hosts for a slice of a sync,
-measured without a GPU (docs/plan.md)."""
+measured without a GPU (docs/evidence/plan.md)."""
 ALLREDUCE, ALLREDUCE_BETWEEN_NODES = 15e-6, 75e-6
 """Seconds of an all-reduce of an engine's decoding step, two per layer; of one on several nodes."""
 HANDOVER = 2.0
@@ -38,7 +39,7 @@ _MOST_BATCHES = 64
 """Of ``rollout.ahead`` that are tried."""
 FP8_GAIN, EXPERT_OVERHEAD = 1.29, 1e-6
 """Speed of a layer's products in FP8 over that in bfloat16; seconds for each token, layer with experts and
-pass on a GPU beside products. docs/plan.md."""
+pass on a GPU beside products. docs/evidence/plan.md."""
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,6 @@
 """Memory of a trainer rank, and host memory of rank 0's node, by part, in bytes.
 
-``docs/plan.md`` gives the source of each number.
+``docs/evidence/plan.md`` gives the source of each number.
 """
 
 from __future__ import annotations
