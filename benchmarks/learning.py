@@ -149,7 +149,8 @@ LOSSES = Study(
 def losses(
     report: Report, seeds: tuple[int, ...] = LOSSES.seeds, runs: int | None = None, write: bool = False
 ) -> None:
-    """A shortened quickstart with every loss. runs: maximum. write: put the table into docs/evidence/objectives.md."""
+    """A shortened quickstart with every loss. runs: maximum. write: the table of
+    docs/evidence/objectives.md."""
     table = study(report, LOSSES, seeds, runs, (), "")
     if write:
         write_block("evidence/objectives.md", "learning losses", table)
@@ -283,7 +284,7 @@ OPTIMIZERS = Study(
 def optimizers(
     report: Report, seeds: tuple[int, ...] = OPTIMIZERS.seeds, runs: int | None = None, write: bool = False
 ) -> None:
-    """The quickstart with AdamW and Muon, all else the same. write: the table of docs/evidence/objectives.md."""
+    """The quickstart with AdamW and Muon, all else the same. write: as losses."""
     table = study(report, OPTIMIZERS, seeds, runs, (), "")
     if write:
         write_block("evidence/objectives.md", "learning optimizers", table)

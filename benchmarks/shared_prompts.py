@@ -24,7 +24,8 @@ def shared_prompts(
 
     A group of ``samples`` responses of equal length in one row; prompt and response have ``sequence`` tokens
     together. A model of 2 layers and hidden size 256. Both kinds of rows in turns, medians of processor time;
-    bytes are those of tensors, beyond weights and gradients. write: put the table into docs/evidence/long-context.md.
+    bytes are those of tensors, beyond weights and gradients. write: the table of
+    docs/evidence/long-context.md.
     """
     device, mesh = start("cpu")
     columns = (

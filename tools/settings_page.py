@@ -1,8 +1,8 @@
-"""Writes docs/settings.md: every setting with its default, its meaning and whether a resumed run may change it.
+"""Writes docs/settings.md: every setting, its default and meaning, and whether a resumed run may change it.
 
     python -m tools.settings_page > docs/settings.md
 
-Texts are those of ``rpg-megatron config FILE --explain``. A test compares the file with the output of this script.
+Texts are those of ``rpg-megatron config FILE --explain``. A test compares the file with the output.
 """
 
 from __future__ import annotations
@@ -22,9 +22,10 @@ from rpg_megatron.config.explanation import _meaning, _tags
 
 HEAD = """# Settings
 
-Every setting, by section, with its default and meaning: the texts of `rpg-megatron config FILE --explain`, which also prints
-the values of a file. A section with a `type` has the keys of that type; where a default or a meaning depends on it, the type
-stands in parentheses. A key marked * may not change when a run is [resumed](running.md#resuming).
+Every setting, by section, with its default and meaning: the texts of `rpg-megatron config FILE --explain`,
+which also prints the values of a file. A section with a `type` has the keys of that type; where a default or a
+meaning depends on it, the type stands in parentheses. A key marked * may not change when a run is
+[resumed](running.md#resuming).
 
 This page is generated (`python -m tools.settings_page > docs/settings.md`)."""
 

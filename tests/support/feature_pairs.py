@@ -1,4 +1,4 @@
-"""Which features meet in which run, and which pairs are refused: the tables of two pages, feature-pairs.md."""
+"""Which features meet in which run, and which pairs are refused: the tables of two feature-pairs.md."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``requirements/gpu.txt``, ``slurm/Dockerfile``, docs/install.md and ``pyproject.toml`` describe one GPU environment.
+"""``requirements/gpu.txt``, ``slurm/Dockerfile``, docs/install.md and ``pyproject.toml``: one GPU environment.
 
 Why: nothing here installs it, so a version raised in one place would be noticed on a cluster only. Every rule
 is shown to find a planted mismatch. Not covered: whether the environment installs and runs.
@@ -129,7 +129,11 @@ def changed(old: str, new: str) -> Callable[[str], str]:
         (TORCH_PART, changed("2.20.2", "2.20.1"), "parts of"),
         (PROJECT, changed("vllm==0.32.0", "vllm==0.32.1"), "vllm==0.32.1 is wanted"),
         (PROJECT, changed(">=3.12,<3.13", ">=3.13,<3.14"), "pyproject.toml 3.13"),
-        ("docs/install.md", changed("python3.12 -m venv", "python3.13 -m venv"), "docs/install.md has Python"),
+        (
+            "docs/install.md",
+            changed("python3.12 -m venv", "python3.13 -m venv"),
+            "docs/install.md has Python",
+        ),
         (RECIPE, changed("python3.12-dev", "python3.11-dev"), "slurm/Dockerfile has Python"),
         (RECIPE, changed("cuda:13.0.2", "cuda:12.9.1"), "CUDA is not 13.0,"),
         (RECIPE, changed("nvidia/cuda", "registry.example/nvidia/cuda"), "not from that place"),

@@ -1,6 +1,7 @@
 """docs/settings.md is what the settings say.
 
-Why: a reference that is written by hand is wrong after the next setting. Not covered: whether a meaning is true.
+Why: a reference that is written by hand is wrong after the next setting. Not covered: whether a meaning is
+true.
 """
 
 from __future__ import annotations
