@@ -149,8 +149,7 @@ LOSSES = Study(
 def losses(
     report: Report, seeds: tuple[int, ...] = LOSSES.seeds, runs: int | None = None, write: bool = False
 ) -> None:
-    """A shortened quickstart with every loss. runs: maximum. write: the table of
-    docs/evidence/objectives.md."""
+    """A shortened quickstart with every loss. runs: maximum. write: docs/evidence/objectives.md."""
     table = study(report, LOSSES, seeds, runs, (), "")
     if write:
         write_block("evidence/objectives.md", "learning losses", table)

@@ -1,4 +1,4 @@
-"""``requirements/gpu.txt``, ``slurm/Dockerfile``, docs/install.md and ``pyproject.toml``: one GPU environment.
+"""``requirements/gpu.txt``, ``slurm/Dockerfile``, docs/install.md, ``pyproject.toml``: one GPU environment.
 
 Why: nothing here installs it, so a version raised in one place would be noticed on a cluster only. Every rule
 is shown to find a planted mismatch. Not covered: whether the environment installs and runs.

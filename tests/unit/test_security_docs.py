@@ -1,4 +1,4 @@
-"""Each sentence of docs/security.md, and of that in evidence/, has a test that fails if it is not true, or a reason.
+"""Each sentence of docs/security.md, and of that in evidence/, has a test, or a reason why it has none.
 
 Why: a page on security that is wrong is worse than none, and nobody notices when the code changes. ``TABLE``
 has a test, or ``limit:`` with a reason, and below it parts of the sentences that it supports. Proved: each
