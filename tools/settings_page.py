@@ -22,9 +22,9 @@ from rpg_megatron.config.explanation import _meaning, _tags
 
 HEAD = """# Settings
 
-Every setting, by section, with its default and meaning: the texts of `rpg-megatron config FILE --explain`.
-A section with a `type` has the keys of that type; where a default or a meaning depends on it, the type stands in
-parentheses. A key marked * may not change when a run is [resumed](running.md#resuming).
+Every setting, by section, with its default and meaning, as `rpg-megatron config FILE --explain` prints them.
+A section with a `type` has the keys of that type; where a text depends on it, the type stands in parentheses.
+A key marked * may not change when a run is [resumed](running.md#resuming).
 
 This page is generated (`python -m tools.settings_page > docs/settings.md`)."""
 
