@@ -25,8 +25,7 @@ _OPTIMIZER = 30
 """Bytes that AdamW reads and writes for each parameter that a rank updates: gradient and, in float32, weight
 and two moments, read and written; the bfloat16 weight is written."""
 TAIL_EFFICIENCY = 0.5
-"""As ``decode_efficiency``, of the last response alone; fitted with it to published steps.
-docs/evidence/plan.md."""
+"""As ``decode_efficiency``, of the last response alone; fitted with it to published steps. docs/plan.md."""
 GLOO, LINK_EFFICIENCY, SLICE = 0.98e9, 0.7, 10e-6
 """Bytes/s of a sync over gloo with 2 CPU cores, measured (docs/weight-sync.md); fraction of the speed of
 NVLink, network and host link that transfers reach, assumed; seconds of both hosts for a slice of a sync,
