@@ -176,8 +176,9 @@ def engine_environment(
         "TOKENIZERS_PARALLELISM": "false",
     }
     if settings.device == "cuda" and settings.precision.dtype == "float32":
-        # vLLM's attention for float32 is a Triton kernel, whose matrix products would otherwise use TF32.
-        environment["TRITON_F32_DEFAULT"] = "ieee"
+        # vLLM's attention for float32 is a Triton kernel, whose matrix products would otherwise use TF32. For
+        # latents there is none in float32.
+        environment |= {"TRITON_F32_DEFAULT": "ieee", "VLLM_MLA_DISABLE": "1"}
     if settings.device == "cuda":
         visible = [gpu for gpu in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if gpu.strip()]
         environment["CUDA_VISIBLE_DEVICES"] = ",".join(
@@ -191,6 +192,8 @@ def engine_environment(
             # vLLM's binding would pin every engine to the same cores; it refuses two workers on one NUMA
             # node.
             "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+            # Latent attention as plain attention: a CPU has kernels of a few sizes for latents.
+            "VLLM_MLA_DISABLE": "1",
             # Even eager mode would compile a few small sampler functions with a C++ compiler, which takes
             # longer than the rest of the start.
             "TORCH_COMPILE_DISABLE": "1",

@@ -31,12 +31,14 @@ def check_layers(settings: Settings, shape: ModelShape) -> None:
             "Megatron cannot save the optimizer of their float32 parameters (rates and norms of linear "
             "attention); set it to true, with optimizer.type adamw, or precision.dtype to float32"
         )
-    other = shape.fused_rows or shape.post_norm or shape.scales != Scales()
+    # With latents vLLM computes on a GPU with parts of kv_b_proj, without its adapter.
+    other = shape.fused_rows or shape.post_norm or shape.scales != Scales() or shape.latent is not None
     # Projections in the towers of other families have the same names, and PEFT would adapt them, too.
     if settings.lora is not None and (other or (shape.is_part and shape.linear is None)):
         raise UserError(
             f"lora: {shape.family} models in this form (one tensor for several projections, norms behind "
-            "blocks, multipliers, or a vision tower beside the decoder) have no adapters here; remove lora"
+            "blocks, multipliers, latent attention, or a vision tower beside the decoder) have no adapters "
+            "here; remove lora"
         )
 
 
@@ -88,17 +90,17 @@ def check_delta_kernels(settings: Settings, shape: ModelShape) -> None:
 def check_linear_attention(settings: Settings, shape: ModelShape) -> None:
     """Check that engines support the model's linear attention, if it has any."""
     engine, linear, dtype = settings.engine, shape.linear, settings.precision.dtype
+    if engine.quantization is not None and (linear is not None or shape.latent is not None):
+        raise UserError(
+            f"engine.quantization: {engine.quantization} is not supported with linear or latent attention, "
+            f"which {shape.family} models have; set it to null"
+        )
     if linear is None:
         return
     if linear.key_heads % engine.tensor:
         raise UserError(
             f"engine.tensor: {engine.tensor} does not divide the {linear.key_heads} key heads of linear "
             "attention (linear_num_key_heads in config.json); lower it"
-        )
-    if engine.quantization is not None:
-        raise UserError(
-            f"engine.quantization: {engine.quantization} is not supported with linear attention, which "
-            f"{shape.family} models have; set it to null"
         )
     if settings.device != "cpu":
         return

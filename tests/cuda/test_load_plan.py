@@ -35,6 +35,16 @@ SIZES = {
     "num_hidden_layers": 2,
 }
 EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
+LATENT = {
+    **{key: value for key, value in SIZES.items() if key != "head_dim"},
+    "num_key_value_heads": 4,
+    "q_lora_rank": 64,
+    "kv_lora_rank": 512,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 128,
+}
+"""Heads as DeepSeek-V3's."""
 
 
 @dataclass
@@ -42,12 +52,14 @@ class Published:
     """A reader of random weights, which differ between versions."""
 
     shapes: dict[str, tuple[int, ...]]
+    float32: frozenset[str]
     version: int = 0
     manifest: Any = None
 
     def full(self, name: str) -> torch.Tensor:
         generator = torch.Generator().manual_seed(sorted(self.shapes).index(name) + 1000 * self.version)
-        return (torch.randn(*self.shapes[name], generator=generator) * 0.05).bfloat16()
+        values = torch.randn(*self.shapes[name], generator=generator) * 0.05
+        return values if name in self.float32 else values.bfloat16()
 
     def load(self, copies: Copies) -> None:
         for _, part, _, target in copies.parts(self.cut):
@@ -109,6 +121,7 @@ CASES: dict[str, tuple[str, dict[str, str], list[str]]] = {
     "dense, FP8": ("qwen3", {"quantization": "fp8"}, DENSE * 2),
     "experts by Triton": ("qwen3_moe", {"moe_backend": "triton"}, []),
     "experts by FlashInfer": ("qwen3_moe", {"moe_backend": "flashinfer_cutlass"}, ["routed_experts"] * 2),
+    "latent attention": ("deepseek_v3", {"moe_backend": "triton"}, []),
     "experts, FP8": (
         *("qwen3_moe", {"quantization": "fp8"}),
         ["qkv_proj", "o_proj", "gate", "routed_experts"] * 2,
@@ -126,20 +139,22 @@ def test_a_plan_loads_what_vllm_loads(case, make_model, tmp_path, monkeypatch):
 
     folder = tmp_path / "model"
     folder.mkdir()
-    changes = SIZES | (EXPERTS if "moe" in family else {})
+    changes = LATENT if family == "deepseek_v3" else SIZES | (EXPERTS if "moe" in family else {})
     (folder / "config.json").write_text(json.dumps(CONFIGS[family] | changes))
-    shapes = {n: tuple(s) for n, s in mapping_for(read_model_shape(folder)).hf_tensors().items()}
+    mapping = mapping_for(read_model_shape(folder))
+    shapes = {n: tuple(s) for n, s in mapping.hf_tensors().items()}
+    dtypes = {n: "float32" if n in mapping.float32 else "bfloat16" for n in shapes}
     model, config = make_model(folder, load_format="dummy", **options)
     is_processed, cuda = weight_loader._is_processed, torch.device("cuda")
     monkeypatch.setattr(weight_loader, "_is_processed", lambda layer, _: is_processed(layer, cuda))
     before = places_of(model)
     cpu = torch.device("cpu")
-    plan = weight_loader.record_plan(model, cpu, tuple((n, "bfloat16", s) for n, s in shapes.items()))
+    plan = weight_loader.record_plan(model, cpu, tuple((n, dtypes[n], s) for n, s in shapes.items()))
     assert plan.reason == ""
     names = {module: name for name, module in model.named_modules()}
     assert [names[p.layer].rpartition(".")[2] for p in plan.layers if not p.in_place] == processed
     for version in (1, 2):
-        published = Published(shapes, version)
+        published = Published(shapes, mapping.float32, version)
         with set_current_vllm_config(config):
             weight_loader.load_published(model, SimpleNamespace(dtype=torch.bfloat16), cpu, plan, published)
         save_file({name: published.full(name) for name in shapes}, folder / "model.safetensors")

@@ -52,8 +52,13 @@ FEW = {"TP2+SP, EP2, full recompute": MORE_LAYOUTS["TP2+SP, EP2, full recompute"
         pytest.param("qwen3_next", LAYOUTS | MORE_LAYOUTS, marks=pytest.mark.long),
         ("glm4_moe", ONE | FEW),
         pytest.param("glm4_moe", LAYOUTS | MORE_LAYOUTS, marks=pytest.mark.long),
+        ("deepseek_v3", ONE | FEW),
+        pytest.param("deepseek_v3", LAYOUTS | MORE_LAYOUTS, marks=pytest.mark.long),
     ],
-    ids=["layouts", "more layouts", "hybrid", "hybrid, every layout", "sigmoid", "sigmoid, every layout"],
+    ids=[
+        *("layouts", "more layouts", "hybrid", "hybrid, every layout", "sigmoid", "sigmoid, every layout"),
+        *("latent", "latent, every layout"),
+    ],
 )
 def test_replayed_experts_in_every_layout(
     tmp_path: Path, family: str, layouts: dict[str, Any], capsys: pytest.CaptureFixture[str]

@@ -72,7 +72,13 @@ def test_a_hundred_syncs_under_way(tmp_path: Path, capsys: pytest.CaptureFixture
 
 @pytest.mark.long
 @pytest.mark.timeout(5400)
-@pytest.mark.parametrize("name", ["qwen3-moe", "qwen2-moe", "olmoe", "glm-4.5", "qwen3.5-moe", "qwen3-next"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("qwen3-moe", "qwen2-moe", "olmoe", "glm-4.5", "qwen3.5-moe", "qwen3-next"),
+        *("deepseek-v3", "moonlight", "glm-4.7-flash"),
+    ],
+)
 def test_experts_after_five_perturbations(
     tmp_path: Path, name: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -113,6 +119,12 @@ def test_positions_beyond_the_original_ones(
 def test_sigmoid_router(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with bridge_engines(tmp_path, "glm-4.5", [1]) as engines:
         check_matrix(tmp_path, engines, "glm-4.5", {1: EXPERTS[1]}, 1, capsys, tolerance=1e-4)
+
+
+@pytest.mark.usefixtures("forked_starts")
+def test_latent_attention(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with bridge_engines(tmp_path, "moonlight", [1]) as engines:
+        check_matrix(tmp_path, engines, "moonlight", {1: EXPERTS[1]}, 1, capsys, tolerance=1e-4)
 
 
 @pytest.mark.long

@@ -358,6 +358,9 @@ def test_other_ways_into_the_engine(tmp_path, stand_ins, mode):
     ("name", "stand_ins", "mode"),
     [
         ("glm-4.5", [], "slices"),
+        ("deepseek-v3", [], "slices"),
+        ("moonlight", [], "slices"),
+        ("glm-4.7-flash", [], "slices"),
         pytest.param("llama 3, tied", [], "slices", marks=pytest.mark.long),
         pytest.param("llama 3, tied", [WHOLE], "whole", marks=pytest.mark.long),
     ],

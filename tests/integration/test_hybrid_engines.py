@@ -12,7 +12,6 @@ import asyncio
 import random
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -23,8 +22,7 @@ from transformers import AutoModelForCausalLM
 from rpg_megatron.bridge.controller import sync_engine
 from rpg_megatron.bridge.manifest import Manifest
 from rpg_megatron.config import Settings, UserError, read_model_shape
-from rpg_megatron.config.model_shape import ExpertShape
-from rpg_megatron.engine.client import EngineClient, Sample
+from rpg_megatron.engine.client import Sample
 from rpg_megatron.engine.command import context_length
 from rpg_megatron.engine.hybrid_cache import hybrid_cache
 from rpg_megatron.engine.metrics import PREEMPTIONS, ROUTE, read_metrics
@@ -32,9 +30,10 @@ from rpg_megatron.launcher.layer_checks import check_hybrid_cache
 from rpg_megatron.models.partition import ONE_RANK
 from rpg_megatron.models.registry import mapping_for
 from tests.support.bridge_rig import (
+    ask,
     bridge_engines,
+    gaps,
     hf_logprobs,
-    logprobs_of,
     make_model,
     prompt_logprobs,
     running_rig,
@@ -53,38 +52,6 @@ TOLERANCE = 1e-4
 def prompts() -> list[list[int]]:
     draw = random.Random(0)
     return [[draw.randrange(101) for _ in range(n)] for n in LENGTHS]
-
-
-async def ask(
-    engine: Engine,
-    prompts: Sequence[Sequence[int]],
-    *tokens: int,
-    experts: ExpertShape | None = None,
-    **options: Any,
-) -> list[Sample]:
-    """A response to each prompt, all at once. tokens: their lengths, in turn. experts: to have routes."""
-    client = EngineClient(0, engine.process.socket, engine.token, timeout=300, experts=experts)
-    try:
-        groups = await asyncio.gather(
-            *[
-                client.generate(p, max_tokens=tokens[i % len(tokens)], temperature=1.0, seed=i, **options)
-                for i, p in enumerate(prompts)
-            ]
-        )
-        return [group[0] for group in groups]
-    finally:
-        await client.close()
-
-
-def gaps(
-    model: Path, weights: dict[str, torch.Tensor], prompts: Sequence[Sequence[int]], samples: Sequence[Sample]
-) -> torch.Tensor:
-    """Differences of the responses' log-probs to transformers'."""
-    texts = [[*prompt, *sample.tokens.tolist()] for prompt, sample in zip(prompts, samples, strict=True)]
-    parts = zip(logprobs_of(model, weights, texts), prompts, samples, strict=True)
-    return torch.cat(
-        [(values[len(p) - 1 :] - torch.from_numpy(sample.logprobs)).abs() for values, p, sample in parts]
-    )
 
 
 @pytest.mark.timeout(900)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import math
 from collections.abc import Callable, Iterator, Sequence
@@ -16,8 +17,12 @@ import transformers
 from safetensors.torch import load_file, save_file
 from transformers import (
     AutoConfig,
+    DeepseekV3Config,
+    DeepseekV3ForCausalLM,
     Glm4MoeConfig,
     Glm4MoeForCausalLM,
+    Glm4MoeLiteConfig,
+    Glm4MoeLiteForCausalLM,
     GptOssConfig,
     GptOssForCausalLM,
     GraniteConfig,
@@ -55,6 +60,8 @@ from transformers import (
 from rpg_megatron.bridge.manifest import Manifest
 from rpg_megatron.config import Settings, read_model_shape
 from rpg_megatron.config.lora import LoraSettings
+from rpg_megatron.config.model_shape import ExpertShape
+from rpg_megatron.engine.client import EngineClient, Sample
 from rpg_megatron.models.lora import AdapterMapping
 from tests.support import one_switch
 from tests.support.bridge_trainers import PublishingRanks, start_trainers, state_dict
@@ -98,6 +105,37 @@ MIXTURE: dict[str, Any] = {
     "num_experts_per_tok": 2,
     "moe_intermediate_size": 64,
     "shared_expert_intermediate_size": 40,
+}
+
+
+LATENT: dict[str, Any] = {
+    **COMMON | {"num_key_value_heads": 6},
+    "q_lora_rank": 40,
+    "kv_lora_rank": 24,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 16,
+    "v_head_dim": 24,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 2,
+    "n_shared_experts": 1,
+    "moe_intermediate_size": 64,
+    "first_k_dense_replace": 1,
+    "n_group": 1,
+    "topk_group": 1,
+    "tie_word_embeddings": False,
+}
+DEEPSEEK: dict[str, Any] = {
+    **LATENT,
+    "scoring_func": "sigmoid",  # vLLM reads these two, which transformers does not write
+    "topk_method": "noaux_tc",
+}
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 1e4,
+    "factor": 4.0,
+    "original_max_position_embeddings": 256,
+    "mscale": 1.0,
+    "mscale_all_dim": 0.5,
 }
 
 
@@ -232,6 +270,16 @@ MODELS: dict[str, Callable[[], Any]] = {
             tie_word_embeddings=False,
         )
     ),
+    "deepseek-v3": lambda: DeepseekV3ForCausalLM(
+        DeepseekV3Config(**DEEPSEEK | {"n_group": 2}, rope_parameters=YARN)
+    ),
+    "moonlight": lambda: DeepseekV3ForCausalLM(
+        DeepseekV3Config(
+            **DEEPSEEK | {"q_lora_rank": None, "n_shared_experts": 2},
+            rope_parameters={"rope_type": "default", "rope_theta": 5e4},
+        )
+    ),
+    "glm-4.7-flash": lambda: Glm4MoeLiteForCausalLM(Glm4MoeLiteConfig(**LATENT)),
 }
 
 
@@ -341,6 +389,38 @@ def logprobs_of(
     return [x.gather(-1, torch.tensor(text)[1:, None])[:, 0] for x, text in zip(logits, texts, strict=True)]
 
 
+async def ask(
+    engine: Engine,
+    prompts: Sequence[Sequence[int]],
+    *tokens: int,
+    experts: ExpertShape | None = None,
+    **options: Any,
+) -> list[Sample]:
+    """A response to each prompt, all at once. tokens: their lengths, in turn. experts: to have routes."""
+    client = EngineClient(0, engine.process.socket, engine.token, timeout=300, experts=experts)
+    try:
+        groups = await asyncio.gather(
+            *[
+                client.generate(p, max_tokens=tokens[i % len(tokens)], temperature=1.0, seed=i, **options)
+                for i, p in enumerate(prompts)
+            ]
+        )
+        return [group[0] for group in groups]
+    finally:
+        await client.close()
+
+
+def gaps(
+    model: Path, weights: dict[str, torch.Tensor], prompts: Sequence[Sequence[int]], samples: Sequence[Sample]
+) -> torch.Tensor:
+    """Differences of the responses' log-probs to transformers'."""
+    texts = [[*prompt, *sample.tokens.tolist()] for prompt, sample in zip(prompts, samples, strict=True)]
+    parts = zip(logprobs_of(model, weights, texts), prompts, samples, strict=True)
+    return torch.cat(
+        [(values[len(p) - 1 :] - torch.from_numpy(sample.logprobs)).abs() for values, p, sample in parts]
+    )
+
+
 def prompt_logprobs(engine: Engine, model: str) -> torch.Tensor:
     """An engine's log-probs of the fixed prompt. model: name of the model or of an adapter."""
     request = {
@@ -429,6 +509,7 @@ def check_matrix(
     names = {n for n, _ in MODELS[name]().named_parameters()} | {n for n in weights if n.endswith(bias)}
     total = sum(4 * weights[n].numel() for n in names)
     replicated = ("mlp.gate.weight", "shared_expert_gate.weight", bias)
+    replicated += ("q_a_proj.weight", "kv_a_proj_with_mqa.weight")
     norms = sum(4 * weights[n].numel() for n in names if "norm" in n or n.endswith(replicated))
     sizes = [total + (engine.tensor - 1) * norms for engine in engines]
     later = sizes

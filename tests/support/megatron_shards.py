@@ -88,10 +88,12 @@ def megatron_value(name, sd, shape, place):
         }[rest]()
     if rest == "mlp.router.weight":
         return sd[p + "mlp.gate.weight"]
+    if rest == "mlp.router.expert_bias":
+        return sd[p + "mlp.gate.e_score_correction_bias"]
     if rest == "mlp.shared_experts.gate_weight":
         return sd[p + "mlp.shared_expert_gate.weight"]
     if rest.startswith("mlp.shared_experts."):
-        p += "mlp.shared_expert."
+        p += "mlp.shared_expert." if shape.experts.shared_gate else "mlp.shared_experts."
         if "linear_fc2" in rest:
             return columns(sd[p + "down_proj.weight"])
         return torch.cat([rows(sd[f"{p}{x}_proj.weight"]) for x in ("gate", "up")])
@@ -109,6 +111,17 @@ def megatron_value(name, sd, shape, place):
         return torch.cat([rows(half) for half in sd[p + "mlp.gate_up_proj.weight"].chunk(2)])
     if rest == "mlp.linear_fc1.weight":
         return torch.cat([rows(sd[p + "mlp.gate_proj.weight"]), rows(sd[p + "mlp.up_proj.weight"])])
+    if shape.latent is not None and rest.startswith("self_attention.") and "linear_proj" not in rest:
+        p += "self_attn."
+        return {
+            "linear_q_proj": lambda: rows(sd[p + "q_proj.weight"]),
+            "linear_q_down_proj": lambda: sd[p + "q_a_proj.weight"],
+            "q_layernorm": lambda: sd[p + "q_a_layernorm.weight"],
+            "linear_q_up_proj": lambda: rows(sd[p + "q_b_proj.weight"]),
+            "linear_kv_down_proj": lambda: sd[p + "kv_a_proj_with_mqa.weight"],
+            "kv_layernorm": lambda: sd[p + "kv_a_layernorm.weight"],
+            "linear_kv_up_proj": lambda: rows(sd[p + "kv_b_proj.weight"]),
+        }[rest.split(".")[1]]()
     rest = rest.replace(".in_proj.layer_norm", ".linear_qkv.layer_norm")
     rest = {fused: plain for plain, fused in FUSED_NORMS.items()}.get(rest, rest)
     return {

@@ -61,7 +61,11 @@ def make_replayed(
         shape = t.length - 1, LAYERS, EXPERTS
         t.routes = random.random(shape).argsort(-1)[..., :TOPK].astype(np.uint8)
     with use_float64():
-        model = make_model(folder, family, noise=0.06 if family in HYBRIDS else 0.15, **SIZES)
+        heads = {"num_key_value_heads": 6} if family == "deepseek_v3" else {}
+        noise = (
+            0.06 if family in (*HYBRIDS, "deepseek_v3") else 0.15
+        )  # norms amplify the noise of short vectors
+        model = make_model(folder, family, noise=noise, **SIZES, **heads)
         with forced(model, batch) as counts:
             rows = score_batch(model, batch)
         with torch.no_grad():
@@ -89,11 +93,9 @@ def forced(model: PreTrainedModel, batch: list[Trajectory]) -> Iterator[dict[str
         passed[id(self)] += 1
         chosen = torch.from_numpy(batch[number].routes[:, layer].astype(np.int64))
         logits = x.reshape(-1, self.hidden_dim) @ self.weight.t()
-        sigmoid = hasattr(self, "e_score_correction_bias")
-        scores = logits.sigmoid() + self.e_score_correction_bias if sigmoid else logits
-        top_choice = scores.topk(self.top_k, dim=-1).indices.sort(-1).values
-        changed[number] += (top_choice != chosen.sort(-1).values).any(-1).numpy()
-        if not sigmoid:
+        own_choice = before(self, x)[2].sort(-1).values
+        changed[number] += (own_choice != chosen.sort(-1).values).any(-1).numpy()
+        if not hasattr(self, "e_score_correction_bias"):
             return logits, logits.gather(1, chosen).softmax(-1), chosen
         weights = logits.sigmoid().gather(1, chosen)
         return logits, weights / weights.sum(-1, keepdim=True) * self.routed_scaling_factor, chosen

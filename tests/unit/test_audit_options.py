@@ -98,7 +98,7 @@ def test_what_cannot_be_audited_is_said_before_anything_starts(
     nowhere = tmp_path / "nowhere"
     assert f"--engine-model: {nowhere} is not a directory" in refusal("--engine-model", str(nowhere))
     assert "create it, or choose another" in refusal("--json", str(tmp_path / "no" / "file"))
-    for family in ("granite", "olmo3", "qwen3_5_moe", "glm4_moe"):
+    for family in ("granite", "olmo3", "qwen3_5_moe", "glm4_moe", "deepseek_v3", "glm4_moe_lite"):
         other = make_checkpoint(tmp_path / family, family=family)
         assert f"does not know the modules of {family} models" in refusal(f"model.path={other}")
     settings = yaml.safe_load(config_file.read_text()) | {

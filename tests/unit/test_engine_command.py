@@ -98,6 +98,10 @@ def test_environment(settings: Settings, tmp_path: Path, monkeypatch: pytest.Mon
     assert gpu["TRITON_F32_DEFAULT"] == "ieee"  # or attention would be in TF32, and the guard stop the run
     assert "TRITON_F32_DEFAULT" not in environment
     assert "TORCH_COMPILE_DISABLE" not in gpu
+    # A CPU's kernels for latents have a few sizes, and a GPU's no float32.
+    assert environment["VLLM_MLA_DISABLE"] == gpu["VLLM_MLA_DISABLE"] == "1"
+    precise = settings.changed(precision={"dtype": "bfloat16"}).model_copy(update={"device": "cuda"})
+    assert "VLLM_MLA_DISABLE" not in engine_environment(precise, 0, tmp_path, "secret")
 
 
 def test_engines_have_the_gpus_behind_the_ranks(

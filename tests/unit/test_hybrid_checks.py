@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from rpg_megatron.config import ModelShape, UserError, load_settings
-from rpg_megatron.config.model_shape import LinearAttention
+from rpg_megatron.config.model_shape import LatentAttention, LinearAttention
 from rpg_megatron.engine.command import engine_command, kv_bytes_per_token
 from rpg_megatron.engine.hybrid_cache import HybridCache, hybrid_cache
 from rpg_megatron.launcher.layer_checks import check_linear_attention
@@ -99,7 +99,7 @@ def test_a_cache_smaller_than_a_sequence_is_refused(config_file: Path) -> None:
         (
             hybrid(),
             ["engine.quantization=fp8", "device=cuda", "precision.dtype=bfloat16"],
-            r"engine\.quantization: fp8 is not supported with linear attention",
+            r"engine\.quantization: fp8 is not supported with linear or latent attention",
         ),
     ],
 )
@@ -111,6 +111,14 @@ def test_what_linear_attention_excludes(
     check_linear_attention(load_settings(config_file), shape)
     with pytest.raises(UserError, match=message):
         check_linear_attention(settings, shape)
+
+
+def test_what_latent_attention_excludes(config_file: Path) -> None:
+    latent = replace(TINY, latent=LatentAttention(0, 24, 16, 16, 24))
+    fp8 = ["engine.quantization=fp8", "device=cuda", "precision.dtype=bfloat16"]
+    check_linear_attention(load_settings(config_file), latent)
+    with pytest.raises(UserError, match="fp8 is not supported with linear or latent attention"):
+        check_linear_attention(load_settings(config_file, fp8), latent)
 
 
 @pytest.mark.parametrize("size", [64, 128])

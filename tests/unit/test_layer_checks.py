@@ -15,7 +15,7 @@ import pytest
 
 from rpg_megatron.checkpoints.hf_files import list_untrained, verify_hf_checkpoint
 from rpg_megatron.config import ModelShape, UserError, load_settings
-from rpg_megatron.config.model_shape import Rope, Scales, Windows
+from rpg_megatron.config.model_shape import LatentAttention, Rope, Scales, Windows
 from rpg_megatron.launcher.layer_checks import check_delta_kernels, check_layers
 from rpg_megatron.launcher.teacher_checks import check_teacher
 from rpg_megatron.models.registry import check_layout, mapping_for
@@ -43,6 +43,11 @@ PART: dict[str, Any] = {"prefix": "model.language_model.", "untrained": ("vision
         (tiny_shape("olmo3"), ["lora.rank=4"], "lora: olmo3 models in this form"),
         (tiny_shape(scales=Scales(residual=0.5)), ["lora.rank=4"], "lora: qwen3 models in this form"),
         (tiny_shape(**PART), ["lora.rank=4"], "lora: qwen3 models in this form"),
+        (
+            tiny_shape(latent=LatentAttention(0, 24, 16, 16, 24)),
+            ["lora.rank=4"],
+            "lora: qwen3 models .* latent attention",
+        ),
         (
             HYBRID,
             ["precision.dtype=bfloat16", "optimizer.distributed=false"],

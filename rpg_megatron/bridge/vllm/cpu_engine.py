@@ -8,6 +8,7 @@ import importlib.util
 import os
 import socket
 import sys
+from collections.abc import Callable
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
@@ -104,6 +105,20 @@ def _compute_experts_without_adapters() -> None:
         return select(moe_config)
 
     method.select_unquantized_moe_backend = select_plain
+
+
+def prepare_model(model: Any, config: Any, mark: Callable[..., None]) -> None:
+    """Let a worker's model call ``mark`` in front of each layer, since a step can take minutes; and one with
+    latent attention rotate copies. vLLM's kernel for a CPU takes parts of heads for whole ones, and rotates
+    what lies between, without an error.
+    """
+    from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
+
+    for layer in getattr(getattr(model, "model", None), "layers", ()):
+        layer.register_forward_pre_hook(mark)
+    for module in model.modules() if config.is_deepseek_mla else ():
+        if isinstance(module, RotaryEmbedding):
+            module._forward_method = module.forward_native
 
 
 def _close_server_socket() -> None:

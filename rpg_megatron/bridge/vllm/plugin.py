@@ -52,7 +52,7 @@ from rpg_megatron.bridge.vllm.adapter_slots import (
     split_names,
     without_wrappers,
 )
-from rpg_megatron.bridge.vllm.cpu_engine import adapt_to_cpu
+from rpg_megatron.bridge.vllm.cpu_engine import adapt_to_cpu, prepare_model
 from rpg_megatron.bridge.vllm.liveness import CORE_HEALTH, ProgressMark, wait_for_progress
 from rpg_megatron.bridge.vllm.route_capture import accept_routes_on_cpu, return_routes_on_cpu
 from rpg_megatron.bridge.vllm.trace import WorkerTrace, trace_file
@@ -108,9 +108,8 @@ class PullEngine(WeightTransferEngine[PullInit, PullUpdate]):
         """Index of the engine, up to a constant: engines of a run have consecutive seeds
         (engine/command.py)."""
         self._progress = ProgressMark(self.folder)
-        if self.device.type == "cpu":  # a step can take minutes
-            for layer in getattr(getattr(self.model, "model", None), "layers", ()):
-                layer.register_forward_pre_hook(self._progress.mark)
+        if self.device.type == "cpu":
+            prepare_model(self.model, self.model_config, self._progress.mark)
             if self.vllm_config.aux_output_config.enabled:
                 return_routes_on_cpu()
         self._readers: dict[str, Reader] = {}

@@ -25,6 +25,7 @@ from rpg_megatron.checkpoints.megatron_writer import MegatronWriter
 from rpg_megatron.checkpoints.parameter_readers import merged_reader, parameter_reader
 from rpg_megatron.commands.convert.staging import Source
 from rpg_megatron.config import ModelShape, read_model_shape
+from rpg_megatron.config.files import places_of, read_json
 from rpg_megatron.launcher.stopping import RunFailed
 from rpg_megatron.models.lora import AdapterMapping
 from rpg_megatron.models.mapping import ModelMapping
@@ -171,11 +172,14 @@ def _megatron_logits(source: Source, checkpoint: Path, sequences: list[list[int]
 
 def compare(hf: Path, sequences: list[list[int]], logits: list[Tensor]) -> str:
     """Compare Megatron's logits of the sequences with those of transformers. As ``verify_logits``."""
-    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+    import transformers
 
-    kind = AutoModelForImageTextToText if read_model_shape(hf).is_part else AutoModelForCausalLM
+    # By its architecture: Kimi-K2's model_type is none of transformers', which renames tensors by it.
+    kind = getattr(transformers, read_json(hf / "config.json", *places_of(hf))["architectures"][0])
+    config = kind.config_class.from_pretrained(hf, local_files_only=True)
+    config.model_type = kind.config_class.model_type
     model = kind.from_pretrained(
-        hf, dtype=torch.float32, local_files_only=True, trust_remote_code=False, use_safetensors=True
+        hf, config=config, dtype=torch.float32, local_files_only=True, use_safetensors=True
     ).eval()
     difference, largest, worst = 0.0, 0.0, ""
     for number, (tokens, ours) in enumerate(zip(sequences, logits, strict=True)):
