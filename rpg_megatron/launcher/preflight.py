@@ -368,11 +368,11 @@ def check_gpus(settings: Settings, assignment: NodeAssignment) -> None:
     if settings.engine.colocated:
         engines = 0
     if ranks + engines > count:
-        more = ranks and not settings.engine.colocated and assignment.workers(settings) > count - ranks
+        more = not settings.engine.colocated and assignment.workers(settings) > count - ranks
         raise UserError(
             f"{ranks} GPUs are needed for the policy (parallel: tensor x pipeline x context x data) "
             f"and {engines} for the engines (engine: replicas x tensor), {count} are visible; lower either"
-            + ", or let each engine span several nodes (cluster.engine_nodes, docs/running.md)"
+            + ", or let each engine of a training run span several nodes: docs/running.md"
             * more
         )
 

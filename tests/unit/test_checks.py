@@ -12,8 +12,8 @@ import ast
 import contextlib
 import io
 import json
-import re
 import math
+import re
 import shutil
 import struct
 from collections.abc import Callable

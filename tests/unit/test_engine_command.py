@@ -271,6 +271,9 @@ def test_experts_that_engines_on_a_cpu_do_not_have_are_refused(
             check_expert_columns(settings, shape)
 
 
+NO_STAGES = "engines have no pipeline stages; remove it and raise engine.tensor, also over several nodes"
+
+
 @pytest.mark.parametrize(
     ("argument", "message"),
     [
@@ -294,12 +297,14 @@ def test_experts_that_engines_on_a_cpu_do_not_have_are_refused(
                 ("--hf-config-path", "=elsewhere"),
             )
         ),
-        ("-pp=2", "-pp: engines have no pipeline stages; remove it and raise engine.tensor, also over several nodes"),
-        ("--pipeline_par", "--pipeline-par: engines have no pipeline stages; remove it and raise engine.tensor, "
-         "also over several nodes"),
+        ("-pp=2", f"-pp: {NO_STAGES}"),
+        ("--pipeline_par", f"--pipeline-par: {NO_STAGES}"),
         ("--tensor-parallel-size", "--tensor-parallel-size: set engine.tensor instead"),
-        ("--nnodes", "--nnodes: the launcher sets it, by engine.replicas, engine.tensor and "
-         "cluster.engine_nodes; remove it"),
+        (
+            "--nnodes",
+            "--nnodes: the launcher sets it, by engine.replicas, engine.tensor and "
+            "cluster.engine_nodes; remove it",
+        ),
     ],
 )
 def test_options_that_vllm_lacks_or_that_change_the_model_are_refused(

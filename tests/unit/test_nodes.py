@@ -31,7 +31,6 @@ from rpg_megatron.launcher.control_channel import (
     join,
     rendezvous_file,
 )
-from rpg_megatron.launcher.preflight import check_gpus
 from rpg_megatron.launcher.nodes import (
     NodeAssignment,
     Nodes,
@@ -44,6 +43,7 @@ from rpg_megatron.launcher.nodes import (
     own_address,
     transport_note,
 )
+from rpg_megatron.launcher.preflight import check_gpus
 
 STEP = {
     "SLURM_JOB_ID": "77",
@@ -168,7 +168,9 @@ def test_an_engine_on_several_nodes_uses_all_that_ranks_leave(
         check_gpus(settings, assign_node(settings, node, 3))
     for tensor, told in ((8, 4), (12, 6)):
         fewer = load_settings(config_file, [*apart, f"engine.tensor={tensor}"])
-        message = rf"is on 2 nodes .* uses {told} of the 8 GPUs .*; set engine.tensor to 16, or, .*engine_nodes"
+        message = (
+            rf"is on 2 nodes .* uses {told} of the 8 GPUs .*; set engine.tensor to 16, or, .*engine_nodes"
+        )
         with pytest.raises(UserError, match=message):
             check_gpus(fewer, assign_node(fewer, 2, 3))
     whole = load_settings(config_file, [*apart, "cluster.engine_nodes=1"])
@@ -201,7 +203,7 @@ def test_colocated_engines_stay_with_the_ranks_of_their_node(config_file: Path) 
     [
         (
             ["engine={tensor: 4, replicas: 2}"],
-            r"engine.tensor \(4\) is more than the 2 trainer ranks of a node, .* cannot span; .*colocated to false",
+            r"engine.tensor \(4\) is more than the 2 trainer ranks.* cannot span; .*colocated to f",
         ),
         (
             ["engine={tensor: 2, replicas: 4}", "parallel.data=3"],
@@ -230,7 +232,10 @@ def test_colocated_engines_that_cannot_be(config_file: Path, overrides: list[str
     [
         (["bridge.transport=shared_memory"], "works within one node only; on 2 nodes set it"),
         (["engine.replicas=3"], r"3 engines \(engine.replicas\) cannot be spread evenly over 2 nodes"),
-        (["engine={replicas: 1, tensor: 3}"], r"1 engines \(engine.replicas\) cannot be spread evenly over 2"),
+        (
+            ["engine={replicas: 1, tensor: 3}"],
+            r"1 engines \(engine.replicas\) cannot be spread evenly over 2",
+        ),
         (["parallel.data=1"], "1 trainer ranks .* cannot be spread evenly over 2 nodes"),
         (["cluster.trainer_nodes=3"], r"cluster.trainer_nodes \(3\) is more than the job's 2 nodes"),
     ],
