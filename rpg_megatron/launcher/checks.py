@@ -121,7 +121,7 @@ def _check_placement(settings: Settings, nodes: int) -> list[str]:
             f"engine.arguments: --distributed-executor-backend: each engine is on {parts} nodes, where the "
             "launcher starts its workers; remove it"
         )
-    return [span_note(parts)]
+    return [span_note(parts)] if settings.device == "cuda" else []
 
 
 def _check_weights(settings: Settings) -> list[str]:

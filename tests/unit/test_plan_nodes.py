@@ -48,7 +48,7 @@ def command(capsys, *arguments: str) -> str:
     return capsys.readouterr().out
 
 
-SPAN = ["parallel.data=8", "engine={replicas: 1, tensor: 16}"]
+SPAN = ["engine={replicas: 1, tensor: 16}"]
 """An engine that has two nodes."""
 
 
