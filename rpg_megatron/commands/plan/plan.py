@@ -352,13 +352,9 @@ def smallest(plan: Plan) -> Plan | None:
 
 
 def smallest_engine(plan: Plan) -> int | None:
-    """The smallest engine.tensor whose worker fits and holds one sequence of full length.
-
-    Colocated engines are not larger than a node.
-    """
-    for tensor in (1, 2, 4, 8, 16, 32):
-        if tensor > plan.target.per_node and plan.settings.engine.colocated:
-            continue
+    """The smallest engine.tensor whose worker fits and holds one full sequence; colocated, within a node."""
+    most = plan.target.per_node if plan.settings.engine.colocated else 32
+    for tensor in (size for size in (1, 2, 4, 8, 16, 32) if size <= most):
         other = _changed(plan, "engine", tensor=tensor)
         if other is None or other.engine.kv_cache < 0 or other.engine.full_sequences < 1:
             continue

@@ -266,9 +266,8 @@ def _suggestions(answer: Answer) -> Iterator[str]:
     if plan.engine.kv_cache < 0 or plan.engine.full_sequences < 1:
         none = "none; use larger GPUs or shorter responses"
         nodes = -(-(engine or 1) // plan.target.per_node)
-        over = f" cluster.engine_nodes={nodes * plan.settings.engine.replicas} bridge.transport=process_group"
-        size = f"engine.tensor={engine}" + over * (nodes > 1 and plan.on_gpu)
-        yield f"smallest engine that fits: {size if engine else none}"
+        on = f" cluster.engine_nodes={nodes * plan.settings.engine.replicas} bridge.transport=process_group"
+        yield f"smallest engine that fits: {f'engine.tensor={engine}{on * (nodes > 1)}' if engine else none}"
 
 
 def _print_sweep(layouts: Sequence[Plan], refused: Counter[str], console: Console, most: int = 20) -> None:
