@@ -20,6 +20,7 @@ import pytest
 
 from tests.support.commands import Command, read_proc_file
 from tests.support.node_runs import Nodes
+from tests.support.runs import QUICKSTART_MOE
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(3600)]
 
@@ -67,3 +68,18 @@ def test_a_worker_killed_on_each_node(tmp_path: Path) -> None:
     for name in ("engine_0", "engine_0_part_1"):
         assert "CPU SHM communicator disabled for group tp" in run.log(name)
         assert run.log(name).count("; restart ") == 2
+
+
+def test_adapters_and_replayed_routes(tmp_path: Path) -> None:
+    """Both nodes' workers have slots of adapters; a mixture's routes come from the first node alone."""
+    more = [
+        "training.steps=2",
+        "parallel={data: 2, expert: 2}",
+        "training.router_replay=rollout",
+        "lora={rank: 8, alpha: 16, targets: [q_proj, k_proj, v_proj, o_proj]}",
+    ]
+    run = Nodes(tmp_path, "mixture", 2, *MORE, *more, config=QUICKSTART_MOE).end()
+    rows = run.rows()
+    assert [row["sync/version"] for row in rows[1:]] == [1, 2]
+    assert rows[1]["routes/changed"] == 0
+    assert max(row["mismatch/logp_max"] for row in rows[1:]) <= 1e-4

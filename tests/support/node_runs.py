@@ -13,14 +13,14 @@ from tests.support.runs import QUICKSTART, SETTINGS, Run
 class Nodes(Run):
     """A run whose launchers are started one by one, each as a node."""
 
-    def __init__(self, folder: Path, name: str, count: int, *more: str):
+    def __init__(self, folder: Path, name: str, count: int, *more: str, config: Path = QUICKSTART):
         super().__init__(folder, name)
         places = [
             f"runs={folder}",
             f"name={name}",
             "cluster={interface: lo, join_timeout: 300, min_bandwidth: 0}",
         ]
-        words = [str(QUICKSTART), *SETTINGS, *more, *places]
+        words = [str(config), *SETTINGS, *more, *places]
         options = [["--nodes", "2", "--node-rank", str(rank), "--job", name] for rank in range(2)]
         self.launchers = [
             Command(folder, "train", *words, *option) for option in (options if count == 2 else [[]])
