@@ -28,7 +28,9 @@ class ClusterSettings(Section, affects="placement"):
     trainer_nodes: int | None = Field(None, ge=1)
     """Number of nodes, the first ones, that the trainer ranks are distributed over evenly; null: all."""
     engine_nodes: int | None = Field(None, ge=1)
-    """Number of nodes, the last ones, that the engines are distributed over evenly; null: all."""
+    """Number of nodes, the last ones, that the engines are distributed over evenly; null: all. With a
+    multiple of ``engine.replicas``, each engine is on several nodes, which have equal shares of its
+    ``engine.tensor`` workers and use all GPUs that trainer ranks leave."""
     interface: str | None = None
     """Network interface between nodes, such as ib0, the same on each node; null: the interface that the
     node's host name resolves to."""

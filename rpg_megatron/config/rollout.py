@@ -195,7 +195,8 @@ class EngineSettings(Section, affects="speed", evaluated=True):
     replicas: int = Field(1, ge=0, le=10_000)
     """Number of engines; prompts are distributed over them. With sft and no evaluation: always 0."""
     tensor: int = Field(1, ge=1)
-    """Tensor-parallel size of one engine; independent of the trainer's."""
+    """Tensor-parallel size of one engine; independent of the trainer's. More than the GPUs of a node: see
+    ``cluster.engine_nodes``."""
     max_sequences: int = Field(256, ge=1)
     """Maximum sequences that an engine decodes concurrently (vLLM's max_num_seqs)."""
     colocated: bool = False

@@ -20,13 +20,26 @@ from rpg_megatron.config.files import read_text
 _OPTION = re.compile(r"--[a-z0-9][\w-]*")
 _SOURCES = ("engine/arg_utils.py", "entrypoints/launchers/cli_args.py")
 _PARSERS = "tool_parsers/__init__.py"
+_OURS = {
+    **dict.fromkeys(
+        ("--pipeline-parallel-size", "-pp"),
+        "engines have no pipeline stages; remove it and raise engine.tensor, also over several nodes",
+    ),
+    **dict.fromkeys(("--tensor-parallel-size", "-tp"), "set engine.tensor instead"),
+    **dict.fromkeys(("--data-parallel-size", "-dp"), "set engine.replicas instead"),
+    **dict.fromkeys(
+        ("--nnodes", "-n", "--node-rank", "-r", "--master-addr", "--master-port", "--headless"),
+        "the launcher sets it, by engine.replicas, engine.tensor and cluster.engine_nodes; remove it",
+    ),
+}
+"""Options that place an engine's workers -> what to do instead."""
 _LEAST, _LEAST_PARSERS = 100, 10
 """Fewer mean that vLLM defines them elsewhere; then nothing is checked."""
 
 
 def check_engine_arguments(settings: Settings) -> None:
-    """Check that vLLM has the options in ``engine.arguments`` (abbreviations count) and the parser of
-    ``rollout.tool_call_parser``. Raises UserError.
+    """Check that vLLM has the options in ``engine.arguments`` (abbreviations count), that none of them places
+    its workers, and that it has the parser of ``rollout.tool_call_parser``. Raises UserError.
     """
     parser = settings.rollout.tool_call_parser
     parsers = parser_names() if parser else set()
@@ -34,6 +47,11 @@ def check_engine_arguments(settings: Settings) -> None:
         near = difflib.get_close_matches(parser, parsers, n=1)
         fix = f"did you mean {near[0]}?" if near else f"it has {', '.join(sorted(parsers))}"
         raise UserError(f"rollout.tool_call_parser: vLLM has no parser {parser}; {fix}")
+    for argument in settings.engine.arguments:
+        given = argument.partition("=")[0].replace("_", "-")
+        for option, instead in _OURS.items():
+            if given == option or (len(given) > 4 and option.startswith(given)):
+                raise UserError(f"engine.arguments: {given}: {instead}")
     options = [argument for argument in settings.engine.arguments if argument.startswith("--")]
     known = option_names() if options else set()
     for argument in options:

@@ -151,12 +151,23 @@ def engine_command(
     return command + list(engine.arguments)
 
 
+def span_arguments(parts: int, part: int, master: tuple[str, int]) -> list[str]:
+    """More of the command line of an engine on several nodes, for one of its processes.
+
+    part: 0 is the server, others have workers only. master: where the workers find each other, an address and
+    a free port of the server's node.
+    """
+    arguments = ["--nnodes", str(parts), "--node-rank", str(part), "--distributed-executor-backend", "mp"]
+    arguments += ["--master-addr", master[0], "--master-port", str(master[1])]
+    return arguments + ["--headless"] * (part > 0)
+
+
 def engine_environment(
     settings: Settings, index: int, bridge_dir: Path, token: str, gpus: Sequence[int] = (0,)
 ) -> dict[str, str]:
     """Full environment of an engine: this process's, with vLLM's variables set and conflicting ones removed.
 
-    gpus: GPUs of the node that the engine sees; vLLM computes on the first engine.tensor of them.
+    gpus: GPUs of the node that the engine sees; vLLM computes on the first ones, one a worker.
     """
     environment = dict(os.environ)
     # VLLM_API_KEY would require a second token; VLLM_CPU_KVCACHE_SPACE (whole GiB) would override the flag.

@@ -18,7 +18,7 @@ from urllib.parse import urlsplit
 
 from rpg_megatron.config import Settings, UserError
 from rpg_megatron.config.files import atomic_write_text, read_json, remove
-from rpg_megatron.engine.command import RUNNER_VARIABLE, engine_command, engine_environment
+from rpg_megatron.engine.command import RUNNER_VARIABLE, engine_command, engine_environment, span_arguments
 from rpg_megatron.system import process_groups
 from rpg_megatron.system.child import Child, ProcessStatus, open_log, start_child, tail_of
 from rpg_megatron.system.limits import explain_limits
@@ -34,6 +34,7 @@ _ERROR_LINE = re.compile(
 )
 # Pydantic says what is wrong below the line of its exception.
 _DETAIL = re.compile(r"validation errors? for \w+\n((?:.*\n)??.*) \[type=")
+_WORKER_DIED = " died unexpectedly (exit code: "
 _PREFIX = re.compile(r"^(?:\([^()]*\) )?\s*", re.MULTILINE)
 
 
@@ -119,12 +120,7 @@ def first_error(log: Path, start: int = 0, opened: IO[bytes] | None = None) -> s
     A failure propagates from worker to core to server, each with its own traceback: the first is the cause.
     opened: see ``system.child.tail_of``.
     """
-    try:
-        with open_log(log, opened) as file:
-            file.seek(start)
-            text = file.read(4 * 1024**2).decode("utf-8", errors="replace")
-    except OSError:
-        return None
+    text = _read_from(log, start, opened)
     match = _ERROR_LINE.search(text)
     if match is None:
         return None
@@ -132,6 +128,21 @@ def first_error(log: Path, start: int = 0, opened: IO[bytes] | None = None) -> s
     if "validation error" in cause and (detail := _DETAIL.search(text, match.start(1))):
         cause += f": {' '.join(_PREFIX.sub('', detail[1]).splitlines())}"
     return cause
+
+
+def _read_from(log: Path, start: int, opened: IO[bytes] | None) -> str:
+    """At most 4 MiB of a log from byte ``start`` on; empty if it cannot be read."""
+    try:
+        with open_log(log, opened) as file:
+            file.seek(start)
+            return file.read(4 * 1024**2).decode("utf-8", errors="replace")
+    except OSError:
+        return ""
+
+
+def tells_of_killed_worker(engine: ProcessStatus) -> bool:
+    """Whether its log says that a worker of its own died. Workers on other nodes fail then too, by errors."""
+    return _WORKER_DIED in _read_from(engine.log, engine.log_start, engine.opened)
 
 
 def cause_of_death(engine: ProcessStatus) -> str | None:
@@ -199,6 +210,10 @@ class EngineProcess:
         self._answered = False
         self.segments: set[Path] = set()
         """Its files in shared memory, as far as they are noted."""
+
+    def span(self, parts: int, part: int, master: tuple[str, int]) -> None:
+        """Make it part of an engine on several nodes; see ``span_arguments``."""
+        self._command += span_arguments(parts, part, master)
 
     def use_runner_v1(self) -> None:
         """From its next start on, it uses vLLM's model runner V1."""

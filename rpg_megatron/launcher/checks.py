@@ -14,7 +14,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from inspect import signature
 from pathlib import Path
@@ -32,7 +32,7 @@ from rpg_megatron.launcher import input_checks, layer_checks, preflight, teacher
 from rpg_megatron.launcher.episode_trial import try_episode
 from rpg_megatron.launcher.fine_tuning import check_conversations
 from rpg_megatron.launcher.input_checks import check_data, list_custom_code
-from rpg_megatron.launcher.nodes import NodeAssignment, assign_node
+from rpg_megatron.launcher.nodes import NodeAssignment, assign_node, span_note
 from rpg_megatron.launcher.preflight import check_model
 from rpg_megatron.launcher.reward_trial import try_reward
 from rpg_megatron.models.lora import AdapterMapping
@@ -71,9 +71,8 @@ class CheckedRun:
     def assignment(self) -> NodeAssignment:
         """What the command starts on this node."""
         here, none = assign_node(self.settings, self.node, self.nodes), range(0)
-        return NodeAssignment(
-            here.ranks if "trainer" in self.has else none, here.engines if "engines" in self.has else none
-        )
+        ranks, engines = here.ranks if "trainer" in self.has else none, here.engines
+        return replace(here, ranks=ranks, engines=engines if "engines" in self.has else none)
 
 
 class RunCheck(NamedTuple):
@@ -113,9 +112,16 @@ def _check_open_files(settings: Settings, trainer: bool, engines: bool) -> list[
     return check_files(settings.parallel.world * trainer, requests * engines)
 
 
-def _check_placement(settings: Settings, nodes: int) -> None:
-    for node in range(nodes):
-        assign_node(settings, node, nodes)
+def _check_placement(settings: Settings, nodes: int) -> list[str]:
+    parts = max(assign_node(settings, node, nodes).parts for node in range(nodes))
+    if parts == 1:
+        return []
+    if any(name.startswith("--distributed-executor") for name in settings.engine.arguments):
+        raise UserError(
+            f"engine.arguments: --distributed-executor-backend: each engine is on {parts} nodes, where the "
+            "launcher starts its workers; remove it"
+        )
+    return [span_note(parts)] if settings.device == "cuda" else []
 
 
 def _check_weights(settings: Settings) -> list[str]:

@@ -10,7 +10,7 @@ import secrets
 import time
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
 from typing import IO, TYPE_CHECKING, Any
@@ -19,7 +19,7 @@ import yaml
 
 from rpg_megatron.config import Settings, UserError
 from rpg_megatron.config.affects import settings_that_differ
-from rpg_megatron.engine.process import engine_socket, health, write_addresses
+from rpg_megatron.engine.process import engine_socket, health, tells_of_killed_worker, write_addresses
 from rpg_megatron.launcher.failures import Failure
 from rpg_megatron.launcher.node_agent import NodeAgent
 from rpg_megatron.launcher.nodes import Nodes, assign_node, free_ports, own_host
@@ -70,12 +70,17 @@ class Engine:
 
     index: int
     process: Process
+    """Its server, and its workers on that node."""
     address: Path | str
     token: str
+    master: tuple[str, int] | None = None
+    """Where its workers find each other, if they are on several nodes."""
+    others: list[Process] = field(default_factory=list)
+    """Its workers on other nodes."""
     incarnation: int = 0
     """How often it was restarted."""
-    runs: bool = False
-    """Whether its process runs, as far as is known."""
+    ended: list[Process] = field(default_factory=list)
+    """Its processes that do not run, as far as is known, in the order in which they ended."""
     is_up: bool = False
     """Whether it has answered since its start."""
     is_deferred: bool = False
@@ -89,9 +94,32 @@ class Engine:
 
     def start(self) -> None:
         """Start it; does not wait."""
-        self.process.log_start, self.started = log_size(self.process.log), time.monotonic()
-        self.runs, self.is_up, self.is_deferred = True, False, False
-        self.process.agent.send("start_engine", index=self.index, runner_v1=self.runner_v1)
+        self.started, self.is_up, self.is_deferred = time.monotonic(), False, False
+        self.ended.clear()
+        for process in self.processes:
+            process.log_start = log_size(process.log)
+            process.agent.send("start_engine", index=self.index, runner_v1=self.runner_v1, master=self.master)
+
+    @property
+    def processes(self) -> list[Process]:
+        """One on each of its nodes."""
+        return [self.process, *self.others]
+
+    @property
+    def runs(self) -> bool:
+        """Whether it can work: all of its processes run, as far as is known."""
+        return not self.ended
+
+    @property
+    def failed(self) -> list[Process]:
+        """Its processes that failed, the most likely cause first."""
+        told = [process for process in self.processes if self.others and tells_of_killed_worker(process)]
+        return [*told, *self.ended]
+
+    @property
+    def suspect(self) -> Process:
+        """The process whose log tells best why it failed."""
+        return [*self.failed, self.process][0]
 
     @property
     def seconds(self) -> float:
@@ -101,11 +129,6 @@ class Engine:
     def healthy(self, timeout: float = 5.0) -> bool:
         """Whether it answers requests of this node."""
         return health(self.address, self.token, timeout) == 200
-
-    @property
-    def name(self) -> str:
-        """For messages."""
-        return self.process.name.replace("_", " ", 1)
 
 
 class Cluster:
@@ -163,13 +186,20 @@ class Cluster:
         self._agents[0] = agent
         urls = {}
         for node in range(self.nodes.count):
-            for i, index in enumerate(assign_node(self._settings, node, self.nodes.count).engines):
+            share = assign_node(self._settings, node, self.nodes.count)
+            for i, index in enumerate(share.engines):
                 address: Path | str = engine_socket(agent.workspace.work, index)
-                if node:
+                if node and not share.part:
                     facts = self._joined[node]
                     address = urls[index] = f"http://{facts['address']}:{facts['ports'][i]}"
-                process = self._process(f"engine_{index}", node)
-                self.engines[index] = Engine(index, process, address, self.token)
+                process = self._process(share.log_name(index), node)
+                if share.part:
+                    self.engines[index].others.append(process)
+                else:
+                    self.engines[index] = Engine(index, process, address, self.token)
+                    if share.parts > 1:
+                        self.engines[index].master = self._free_address(node)
+                self.engines[index].ended.append(process)
         write_addresses(agent.workspace.work, urls)
 
     def start_here(self, name: str, command: list[str], environment: dict[str, str]) -> Process:
@@ -236,6 +266,13 @@ class Cluster:
         node_name = self.name(node) if node else ""
         return Process(name, self._folder, self._agents[node], node_name, self._host(node))
 
+    def _free_address(self, node: int) -> tuple[str, int]:
+        """Address and a free port of a node of several."""
+        if node:
+            return self._joined[node]["address"], self._joined[node]["ports"][-1]
+        assert self.address is not None
+        return self.address, free_ports(self.address, 1)[0]
+
     def _send_others(self, kind: str, **facts: Any) -> None:
         for node, agent in self._agents.items():
             if node:
@@ -246,7 +283,8 @@ class Cluster:
         if kind == "ready":
             self._ready.add(node)
         elif kind == "engine":
-            self.engines[message["index"]].runs = False
+            engine, agent = self.engines[message["index"]], self._agents[node]
+            engine.ended += [process for process in engine.processes if process.agent is agent]
         elif kind == "process":
             self.processes[message["name"]].code = message["code"]
         elif kind == "signal":

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from rpg_megatron.config import Settings
-from rpg_megatron.engine.command import engine_command
+from rpg_megatron.engine.command import engine_command, span_arguments
 from rpg_megatron.engine.process import engine_socket
 from rpg_megatron.launcher.nodes import assign_node
 from rpg_megatron.launcher.rank_env import NodeSpec, rank_starts, sampler_command
@@ -41,9 +41,11 @@ def _processes(settings: Settings, run: OpenRun, node: int, nodes: int) -> Itera
         # Engines of the first node listen on a socket, others at an address that is chosen at the start.
         listen = ("ADDRESS", 0) if node else None
         command = engine_command(settings, index, engine_socket(_SPACE.work, index), listen=listen)
-        gpus = assignment.gpus(settings, index)[: settings.engine.tensor]
+        if assignment.parts > 1:
+            command += span_arguments(assignment.parts, assignment.part, ("ADDRESS", 0))
+        gpus = assignment.gpus(settings, index)[: assignment.workers(settings)]
         on = f" (GPUs {', '.join(map(str, gpus))})" if settings.device == "cuda" else ""
-        yield f"engine_{index}{on}: {shlex.join(command)}"
+        yield f"{assignment.log_name(index)}{on}: {shlex.join(command)}"
     if node == 0:
         workers = settings.rollout.workers
         yield f"sampler: {shlex.join(sampler_command(run.folder, _SPACE))}"

@@ -124,10 +124,12 @@ class Engines:
             reason = failed[index]
             if (cause := self._note_death(engine)) is not None and cause not in reason:
                 reason = failed[index] = f"{reason}: {cause}"
+            if engine.others and engine.failed:
+                reason = failed[index] = f"{reason}; it failed on {engine.suspect.node or 'node 0'}"
             if done >= most:
                 limit = f" (already restarted {done} of {most} times: engine.restarts)" if most else ""
-                raise RunFailed(f"{reason}{limit}; {_end_of(engine)}", judge_engine(reason, engine.process))
-            log = display_path(engine.process.log)
+                raise RunFailed(f"{reason}{limit}; {_end_of(engine)}", judge_engine(reason, engine.suspect))
+            log = display_path(engine.suspect.log)
             self._progress.status(f"warning: {reason}; restart {done + 1} of {most}; log: {log}")
             if engine.is_up or has_answered(self._work, index, done):
                 was_up.add(index)
@@ -136,9 +138,10 @@ class Engines:
         for engine in engines:
             engine.incarnation += 1
             engine.process.log.parent.mkdir(exist_ok=True)  # it may have been deleted during the run
-            with open_own(engine.process.log, "a", encoding="utf-8") as file:
-                number = f"restart {engine.incarnation} of {self._max_restarts}"
-                file.write(f"---- {failed[engine.index]}; {number} ----\n")
+            number = f"restart {engine.incarnation} of {self._max_restarts}"
+            for process in engine.processes:
+                with open_own(process.log, "a", encoding="utf-8") as file:
+                    file.write(f"---- {failed[engine.index]}; {number} ----\n")
             # An engine that was still starting may retry at once: the sampler waits for it before it gives
             # the GPUs to the ranks.
             if engine.index in was_up and is_trainers_turn(self._work):
@@ -150,17 +153,17 @@ class Engines:
         """What an engine died of, if its log tells. Raises RunFailed if the one before died of the same and
         no step was completed since: then the next would die of it too.
         """
-        cause = cause_of_death(engine.process)
+        cause = cause_of_death(engine.suspect)
         before, engine.death = engine.death, None
         if cause is None:
             return None
         engine.death = (_VARIES.sub("#", cause), self._progress.step)
         if before == engine.death and self._max_restarts:
-            limits = explain_limits(tail_of(engine.process.log, opened=engine.process.opened))
+            limits = explain_limits(tail_of(engine.suspect.log, opened=engine.suspect.opened))
             raise RunFailed(
                 f"engine {engine.index} died twice of the same error, without a step in between, and is not "
                 f"restarted again: {cause}; a new engine would get the same requests: correct what the error "
-                f"names (model, prompts, engine.arguments); log: {display_path(engine.process.log)}{limits}"
+                f"names (model, prompts, engine.arguments); log: {display_path(engine.suspect.log)}{limits}"
             )
         return cause
 
@@ -171,12 +174,13 @@ class Engines:
     def _stop(self, engines: Sequence[Engine], grace: float) -> None:
         """End engines, all at the same time. Raises RunFailed if a node is lost."""
         # Other nodes first: a request to this one returns when it is done.
-        by_node = sorted(engines, key=lambda engine: not engine.process.node)
-        for agent in {id(engine.process.agent): engine.process.agent for engine in by_node}.values():
-            indices = [engine.index for engine in engines if engine.process.agent is agent]
+        parts = [(process, engine.index) for engine in engines for process in engine.processes]
+        parts.sort(key=lambda part: not part[0].node)
+        for agent in {id(process.agent): process.agent for process, _ in parts}.values():
+            indices = [index for process, index in parts if process.agent is agent]
             agent.send("stop_engines", indices=indices, grace=grace)
         self._cluster.pump()
-        while any(engine.runs for engine in engines):
+        while any(len(engine.ended) < len(engine.processes) for engine in engines):
             time.sleep(0.05)
             self._cluster.pump()
 
@@ -204,7 +208,8 @@ class Engines:
             engine.is_up = True
             if engine.index in sizes:
                 engine.process.log_start = sizes[engine.index]  # where its work begins
-            engine.process.agent.send("engine_is_up", index=engine.index)
+            for process in engine.processes:
+                process.agent.send("engine_is_up", index=engine.index)
             self._progress.status(f"engine {engine.index} is up after {engine.seconds:.0f} s")
         if failed:
             self._restart(failed)
@@ -219,10 +224,10 @@ class Engines:
             return False
         if has_answered(self._work, engine.index, 0) or refused_arguments(engine.process):
             return False
-        cause = cause_of_death(engine.process)
+        cause = cause_of_death(engine.suspect)
         why = f"ended while starting{f': {cause}' if cause else ''}"
         how = f"starting it once more with vLLM's model runner V1 ({RUNNER_VARIABLE}=0)"
-        log = display_path(engine.process.log)
+        log = display_path(engine.suspect.log)
         self._progress.status(f"warning: engine {engine.index} {why}; {how}; log: {log}")
         self._stop([engine], 0.0)
         engine.runner_v1 = True
@@ -240,11 +245,12 @@ class Engines:
             if engine.healthy():
                 return None
             problem = f"did not answer within {self._start_timeout:.0f} s (engine.start_timeout)"
+        suspect = engine.suspect
         self._stop([engine], 2.0)
-        error = start_error(engine.name, problem, engine.process)
+        error = start_error(suspect.name.replace("_", " "), problem, suspect)
         reason = str(error).partition("; the end of")[0]
         if not engine.incarnation:
-            if (failure := judge_engine(reason, engine.process)).machine:
+            if (failure := judge_engine(reason, suspect)).machine:
                 raise RunFailed(str(error), failure)
             raise error
         return reason
@@ -256,5 +262,5 @@ def _answering(engines: Sequence[Engine], timeout: float) -> list[Engine]:
 
 
 def _end_of(engine: Engine) -> str:
-    tail = tail_of(engine.process.log, opened=engine.process.opened)
-    return f"the end of {display_path(engine.process.log)}:\n{tail}{explain_limits(tail)}"
+    tail = tail_of(engine.suspect.log, opened=engine.suspect.opened)
+    return f"the end of {display_path(engine.suspect.log)}:\n{tail}{explain_limits(tail)}"

@@ -164,21 +164,24 @@ class NodeAgent:
             for start in starts:
                 self._start(*start)
 
-    def _start_engine(self, index: int, runner_v1: bool) -> None:
-        spec = self._spec
+    def _start_engine(self, index: int, runner_v1: bool, master: tuple[str, int] | None) -> None:
+        spec, place = self._spec, self._spec.assignment
+        name = place.log_name(index)
         if index not in self._engines:
             self._engines[index] = EngineProcess(
                 spec.engine_settings or spec.settings,
                 index,
                 socket=engine_socket(self.workspace.work, index),
-                log=self._logs / f"engine_{index}.log",
+                log=self._logs / f"{name}.log",
                 bridge_dir=self.workspace.bridge,
                 token=spec.token,
                 weights=spec.weights,
                 listen=(spec.address, spec.ports[index]) if spec.address and spec.ports else None,
-                gpus=spec.assignment.gpus(spec.settings, index),
+                gpus=place.gpus(spec.settings, index),
                 extra=cluster_environment(spec.address) if spec.address else None,
             )
+            if master is not None:
+                self._engines[index].span(place.parts, place.part, master)
         engine = self._engines[index]
         if runner_v1:
             engine.use_runner_v1()
@@ -188,7 +191,7 @@ class NodeAgent:
             self._reaper.guard_group(engine.pid)
         self._starting.add(index)
         self._reported.discard(f"engine_{index}")
-        self.opened[f"engine_{index}"] = engine.opened
+        self.opened[name] = engine.opened
 
     def _engine_is_up(self, index: int) -> None:
         """It has answered. From now on its shared memory is removed also if this launcher is killed: then the
@@ -240,7 +243,7 @@ def run_node(settings: Settings, nodes: Nodes, signals: StopSignals) -> None:
             interface, assignment = settings.cluster.interface, assign_node(settings, nodes.rank, nodes.count)
             towards = (endpoint.address, endpoint.port)
             address = own_address(interface) if interface else address_towards(*towards)
-            ports = free_ports(address, len(assignment.engines))
+            ports = free_ports(address, len(assignment.engines) + 1)  # one more for workers on other nodes
             host = nodes.hosts[nodes.rank] if nodes.hosts else socket.gethostname()
             place = {"nodes": nodes.count, "host": host, "address": address, "ports": ports}
             channel.send("join", **place, settings=resolved_yaml(settings))
@@ -249,7 +252,7 @@ def run_node(settings: Settings, nodes: Nodes, signals: StopSignals) -> None:
             check_start(CheckedRun(settings, ALL - {"data"}, nodes.rank, nodes.count))
             channel.send("ready")
             folder = Path(_next("open", requests)["folder"])
-            by_index = dict(zip(assignment.engines, ports, strict=True))
+            by_index = dict(zip(assignment.engines, ports, strict=False))
             spec = NodeSpec(
                 settings, folder, endpoint.token, assignment, nodes.rank, address, by_index, rank_module=RANK
             )

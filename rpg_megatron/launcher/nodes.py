@@ -52,16 +52,27 @@ class NodeAssignment:
     ranks: range
     """Its trainer ranks."""
     engines: range
-    """Its engines."""
+    """Its engines, or the engine that it has a part of."""
+    part: int = 0
+    parts: int = 1
+    """On how many nodes an engine is, and which of them this is. The first, 0, has its server."""
+
+    def log_name(self, engine: int) -> str:
+        """Name of the log of an engine, or of its part, on this node."""
+        return f"engine_{engine}" + (f"_part_{self.part}" if self.part else "")
+
+    def workers(self, settings: Settings) -> int:
+        """Workers of one engine on this node."""
+        return settings.engine.tensor // self.parts
 
     def gpus(self, settings: Settings, engine: int) -> list[int]:
         """The node's GPUs that one of its engines sees: its own, then those that it reads weights from.
 
         Trainer ranks use the first GPUs, engines those after them or, colocated, the same ones.
         """
-        number = engine - self.engines.start
-        first = (0 if settings.engine.colocated else len(self.ranks)) + number * settings.engine.tensor
-        own_gpus = range(first, first + settings.engine.tensor)
+        number, workers = engine - self.engines.start, self.workers(settings)
+        first = (0 if settings.engine.colocated else len(self.ranks)) + number * workers
+        own_gpus = range(first, first + workers)
         read = range(len(self.ranks)) if settings.bridge.transport == "cuda_ipc" else ()
         return [*own_gpus, *(gpu for gpu in read if gpu not in own_gpus)]
 
@@ -128,7 +139,8 @@ def expand_hosts(listed: str) -> list[str]:
 
 
 def assign_node(settings: Settings, rank: int, count: int) -> NodeAssignment:
-    """The assignment of node ``rank`` of ``count``.
+    """The assignment of node ``rank`` of ``count``. If there are fewer engines than nodes for them, each one
+    is on several nodes.
 
     Raises UserError if ranks or engines cannot be spread evenly, or the transport cannot reach the engines.
     """
@@ -144,16 +156,17 @@ def assign_node(settings: Settings, rank: int, count: int) -> NodeAssignment:
             f"cluster.trainer_nodes ({trainers}) and cluster.engine_nodes ({engines}) leave "
             f"{count - trainers - engines} of the job's {count} nodes idle"
         )
+    parts = _parts(settings, engines)
     for subject, whole, part in (
         ("trainer ranks (parallel: tensor x pipeline x data)", world, trainers),
-        ("engines (engine.replicas)", replicas, engines),
+        ("engines (engine.replicas)", replicas * parts, engines),
     ):
         if whole % part:
             raise UserError(
                 f"{whole} {subject} cannot be spread evenly over {part} nodes; "
                 f"{_other_nodes(settings, count)}"
             )
-    ranks_per_node, engines_per_node = world // trainers, replicas // engines
+    ranks_per_node, engines_per_node = world // trainers, replicas * parts // engines
     if settings.engine.colocated:
         _check_colocated(settings, count, ranks_per_node, engines_per_node)
     elif replicas and settings.bridge.transport != "process_group":
@@ -161,11 +174,34 @@ def assign_node(settings: Settings, rank: int, count: int) -> NodeAssignment:
             f"bridge.transport {settings.bridge.transport} works within one node only; on {count} "
             "nodes set it to process_group"
         )
-    first = rank - (count - engines)  # the node's number among those with engines
+    number = rank - (count - engines)  # the node's number among those with engines
+    first = number // parts * engines_per_node
     return NodeAssignment(
         range(rank * ranks_per_node, (rank + 1) * ranks_per_node) if rank < trainers else range(0),
-        range(first * engines_per_node, (first + 1) * engines_per_node) if first >= 0 else range(0),
+        range(first, first + engines_per_node) if number >= 0 else range(0),
+        max(0, number) % parts,
+        parts,
     )
+
+
+def _parts(settings: Settings, nodes: int) -> int:
+    """On how many nodes each engine is, if all are on ``nodes``, which may be too few or too many."""
+    engine = settings.engine
+    parts = nodes // engine.replicas if engine.replicas and not nodes % engine.replicas else 1
+    return 1 if engine.colocated or engine.tensor % parts else parts
+
+
+def check_span(settings: Settings, assignment: NodeAssignment, gpus: int) -> None:
+    """Check that engines on several nodes, each of which has ``gpus``, use all that ranks leave. Raises
+    UserError.
+    """
+    workers, free = assignment.workers(settings), gpus - len(assignment.ranks)
+    if assignment.engines and assignment.parts > 1 and workers < free:
+        raise UserError(
+            f"each engine is on {assignment.parts} nodes (cluster.engine_nodes / engine.replicas) and uses "
+            f"{workers} of the {free} GPUs that a node has for it; set engine.tensor to "
+            f"{free * assignment.parts}, or, as a network is slow, cluster.engine_nodes to fewer nodes"
+        )
 
 
 def _other_nodes(settings: Settings, count: int) -> str:
@@ -174,7 +210,7 @@ def _other_nodes(settings: Settings, count: int) -> str:
     splits = [
         (max(world / n, engine.replicas * engine.tensor / (count - n)), n)
         for n in range(1, count)
-        if not world % n and not engine.replicas % (count - n)
+        if not world % n and not engine.replicas * _parts(settings, count - n) % (count - n)
     ]
     if engine.colocated or not engine.replicas or not splits:
         return "change their number, or the number of nodes"
@@ -197,7 +233,7 @@ def _check_colocated(settings: Settings, count: int, ranks: int, engines: int) -
     if engine.tensor > ranks:
         raise UserError(
             f"engine.tensor ({engine.tensor}) is more than the {ranks} trainer ranks of a node, whose GPUs "
-            f"colocated engines use; an engine cannot span nodes; set it to {ranks} or less"
+            f"colocated engines use and cannot span; set it to {ranks} or less, or engine.colocated to false"
         )
     if engines * engine.tensor > ranks:
         raise UserError(
@@ -228,6 +264,14 @@ def _partial_node(settings: Settings, count: int) -> int | None:
         if len(tensors) < parallel.tensor * parallel.pipeline or len(experts) < parts * parallel.pipeline:
             return node
     return None
+
+
+def span_note(parts: int) -> str:
+    """What to know of engines on several nodes."""
+    return (
+        f"each engine is on {parts} nodes: its workers' all-reduces, two per layer and token, cross the "
+        "network; engines that fit a node are faster"
+    )
 
 
 def end_of_job(environment: Mapping[str, str] = os.environ) -> float | None:

@@ -18,7 +18,7 @@ from rpg_megatron.config import ModelShape, Settings, UserError, read_model_shap
 from rpg_megatron.config.lora import ATTENTION_TARGETS, INTERLEAVED_TARGETS, OUTPUT_LAYER, LoraSettings
 from rpg_megatron.engine.command import context_length, kv_bytes_per_token
 from rpg_megatron.launcher.layer_checks import check_hybrid_cache
-from rpg_megatron.launcher.nodes import NodeAssignment
+from rpg_megatron.launcher.nodes import NodeAssignment, check_span
 from rpg_megatron.models.lora import HEAD_ROWS, AdapterMapping, check_heads, projection_shape
 from rpg_megatron.models.registry import check_experts, check_layout, mapping_for
 from rpg_megatron.system import process_groups
@@ -363,13 +363,17 @@ def check_gpus(settings: Settings, assignment: NodeAssignment) -> None:
         raise UserError(
             f"device is cuda, but no GPU is visible (nvidia-smi -L, CUDA_VISIBLE_DEVICES); {hint}"
         )
-    ranks, engines = len(assignment.ranks), len(assignment.engines) * settings.engine.tensor
+    ranks, engines = len(assignment.ranks), len(assignment.engines) * assignment.workers(settings)
+    check_span(settings, assignment, count)
     if settings.engine.colocated:
         engines = 0
     if ranks + engines > count:
+        more = not settings.engine.colocated and assignment.workers(settings) > count - ranks
         raise UserError(
             f"{ranks} GPUs are needed for the policy (parallel: tensor x pipeline x context x data) "
             f"and {engines} for the engines (engine: replicas x tensor), {count} are visible; lower either"
+            + ", or let each engine of a training run span several nodes: docs/running.md"
+            * more
         )
 
 

@@ -53,7 +53,7 @@ def cluster_environment(address: str | None) -> dict[str, str]:
     if address is None:
         return {"GLOO_SOCKET_IFNAME": "lo"}  # gloo's default is by host name
     interface = interface_of(address)
-    variables = {ADDRESS_VARIABLE: address, "GLOO_SOCKET_IFNAME": interface}
+    variables = {ADDRESS_VARIABLE: address, "GLOO_SOCKET_IFNAME": interface, "VLLM_HOST_IP": address}
     if "NCCL_SOCKET_IFNAME" not in os.environ:
         variables["NCCL_SOCKET_IFNAME"] = f"={interface}"
     return variables

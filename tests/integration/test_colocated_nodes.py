@@ -22,9 +22,9 @@ from pathlib import Path
 
 import pytest
 
-from rpg_megatron.system import process_groups
-from tests.support.commands import Command, read_proc_file
-from tests.support.runs import QUICKSTART, SETTINGS, Run, assert_same, find_core
+from tests.support.commands import read_proc_file
+from tests.support.node_runs import Nodes
+from tests.support.runs import assert_same, find_core
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(3600)]
 
@@ -38,48 +38,13 @@ MORE = [
 CUT, WHOLE = ["parallel.tensor=2"], ["parallel.tensor=1", "parallel.data=2"]
 
 
-class Nodes(Run):
-    """A run whose launchers are started one by one, each as a node."""
-
-    def __init__(self, folder: Path, name: str, count: int, *more: str):
-        super().__init__(folder, name)
-        places = [
-            f"runs={folder}",
-            f"name={name}",
-            "cluster={interface: lo, join_timeout: 300, min_bandwidth: 0}",
-        ]
-        words = [str(QUICKSTART), *SETTINGS, *MORE, *more, *places]
-        options = [["--nodes", "2", "--node-rank", str(rank), "--job", name] for rank in range(2)]
-        self.launchers = [
-            Command(folder, "train", *words, *option) for option in (options if count == 2 else [[]])
-        ]
-
-    def end(self) -> Nodes:
-        """Wait until it has ended successfully, with nothing left."""
-        try:
-            for launcher in self.launchers:
-                code, err = launcher.finish(1800)
-                assert (code, err) == (0, ""), launcher.out.read_text() + err
-        finally:
-            for launcher in self.launchers:
-                if launcher.process.poll() is None:
-                    process_groups.send(launcher.sessions if launcher.processes() else [], signal.SIGKILL)
-                    launcher.process.wait()
-        for launcher in self.launchers:
-            launcher.assert_nothing_left(seconds=10)
-        return self
-
-    def log(self, name: str) -> str:
-        return (self.folder / "logs" / f"{name}.log").read_text()
-
-
 @pytest.fixture(scope="module")
 def on_one_node(tmp_path_factory: pytest.TempPathFactory):
     folder = tmp_path_factory.mktemp("one")
 
     @functools.cache
     def run(*layout: str) -> Nodes:
-        return Nodes(folder, re.sub(r"\W", "-", layout[-1]), 1, *layout).end()
+        return Nodes(folder, re.sub(r"\W", "-", layout[-1]), 1, *MORE, *layout).end()
 
     return run
 
@@ -88,7 +53,7 @@ def on_one_node(tmp_path_factory: pytest.TempPathFactory):
     ("layout", "transport"), [(WHOLE, "shared_memory"), (CUT, "process_group"), (WHOLE, "process_group")]
 )
 def test_two_nodes_are_one(tmp_path: Path, on_one_node, layout: list[str], transport: str) -> None:
-    run = Nodes(tmp_path, "two", 2, *layout, f"bridge.transport={transport}").end()
+    run = Nodes(tmp_path, "two", 2, *MORE, *layout, f"bridge.transport={transport}").end()
     assert_same(run, on_one_node(*layout), STEPS)
     assert re.search(r"engine \d is up.*engines sleep; starting", run.launchers[0].out.read_text(), re.DOTALL)
     for index in (0, 1):
@@ -104,7 +69,9 @@ def test_a_core_that_hangs_on_the_other_node(
     tmp_path: Path, on_one_node, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Detected from the first node, restarted on its own node; the other engine takes over its work."""
-    run = Nodes(tmp_path, "hung", 2, *WHOLE, "bridge.transport=shared_memory", "engine.health_timeout=30")
+    run = Nodes(
+        tmp_path, "hung", 2, *MORE, *WHOLE, "bridge.transport=shared_memory", "engine.health_timeout=30"
+    )
     first, second = run.launchers
     first.wait_for_output("engine 1 is up", 900)
     (server,) = [pid for pid in second.processes() if is_server(pid)]

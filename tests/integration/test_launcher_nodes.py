@@ -8,6 +8,7 @@ second launcher's engine is reached over TCP. Not covered: real engines, sampler
 
 from __future__ import annotations
 
+import re
 import signal
 import socket
 import time
@@ -169,6 +170,37 @@ def test_an_engine_that_hangs_on_the_other_node_is_ended_there(pair) -> None:
     wait_for(lambda: nodes.out(0).count("engine 1 is up") == 2, 30, nodes.logs)
     nodes.launchers[0].send_signal(signal.SIGINT)
     assert nodes.finish() == [130, 1]
+
+
+@pytest.mark.parametrize("dies", [1, 2])
+def test_an_engine_on_two_other_nodes_is_restarted_as_one(pair, dies: int) -> None:
+    """Its server is on node 1, workers alone on node 2; where one of the two ends, both are started again."""
+    names = {1: "engine_0", 2: "engine_0_part_1"}
+    nodes = pair(**{names[dies]: "(here / 'go').unlink(); os._exit(0)"})
+    nodes.count = 3
+    nodes.begin(
+        "parallel.data=1",
+        "engine={replicas: 1, tensor: 4}",
+        "cluster={interface: lo, join_timeout: 60, min_bandwidth: 0, trainer_nodes: 1, engine_nodes: 2}",
+        acts=4,
+    )
+    assert sorted(nodes.acted()) == ["engine_0", "engine_0_part_1", "rank_0", "sampler"]
+    wait_for(lambda: "engine 0 is up" in nodes.out(0), 30, nodes.logs)
+    first, second = sorted((nodes.folder / "spans").read_text().splitlines())
+    assert first.startswith(
+        "--nnodes 2 --node-rank 0 --distributed-executor-backend mp --master-addr 127.0.0.1"
+    )
+    assert second == first.replace("--node-rank 0", "--node-rank 1") + " --headless"
+    nodes.go()
+    wait_for(lambda: all(nodes.acted().count(name) == 2 for name in names.values()), 30, nodes.logs)
+    assert f"warning: engine 0 died; it failed on node {dies} (" in nodes.out(0)
+    assert re.search(rf"restart 1 of 3; log: .*/{names[dies]}\.log\n", nodes.out(0))
+    wait_for(lambda: nodes.out(0).count("engine 0 is up") == 2, 30, nodes.logs)
+    assert len(set((nodes.folder / "spans").read_text().splitlines())) == 2  # the same place
+    (log,) = nodes.folder.glob("runs/*/logs/engine_0_part_1.log")
+    assert "; restart 1 of 3 ----" in log.read_text()
+    nodes.launchers[0].send_signal(signal.SIGINT)
+    assert nodes.finish() == [130, 1, 1]
 
 
 def test_a_colocated_engine_restarts_after_the_ranks_turn(pair) -> None:

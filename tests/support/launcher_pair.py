@@ -1,4 +1,4 @@
-"""Two whole launchers, as on two nodes, with stand-ins for engines, sampler and ranks."""
+"""Two or more whole launchers, as on as many nodes, with stand-ins for engines, sampler and ranks."""
 
 from __future__ import annotations
 
@@ -46,7 +46,13 @@ class Handler(http.server.BaseHTTPRequestHandler):
         self.end_headers()
     def address_string(self):
         return "somebody"
-where = sys.argv[2:]
+span = sys.argv.index("--nnodes") if "--nnodes" in sys.argv else None
+where = sys.argv[2:span]
+if span:
+    with open(stand_in.here / "spans", "a") as f:
+        print(*sys.argv[span:], file=f)
+if "--headless" in sys.argv:
+    stand_in.act("engine_" + sys.argv[1] + "_part_" + sys.argv[sys.argv.index("--node-rank") + 1])
 if len(where) == 1:
     server = socketserver.UnixStreamServer(where[0], Handler)
 else:
@@ -87,7 +93,9 @@ WELL = "import sys; open(sys.argv[1] + '/summary.json', 'w').write('{}'); os._ex
 
 
 class Pair:
-    """Two launchers, and stand-ins that follow a plan after ``go``."""
+    """Two launchers or more, and stand-ins that follow a plan after ``go``."""
+
+    count = 2
 
     def __init__(self, folder: Path, config: Path, **plan: str):
         self.folder, self.config = folder, config
@@ -103,7 +111,7 @@ class Pair:
 
     def start(self, rank: int, *overrides: str) -> subprocess.Popen[str]:
         path = [str(self.folder), *filter(None, [os.environ.get("PYTHONPATH")])]
-        place = ["--nodes", "2", "--node-rank", str(rank), "--job", "x"]
+        place = ["--nodes", str(self.count), "--node-rank", str(rank), "--job", "x"]
         command = [sys.executable, str(self.folder / "driver.py"), "train", str(self.config)]
         self.launchers.append(
             subprocess.Popen(
@@ -118,8 +126,8 @@ class Pair:
         return self.launchers[-1]
 
     def begin(self, *overrides: str, acts: int = 5) -> None:
-        """Start both and wait until ``acts`` stand-ins run."""
-        for rank in (0, 1):
+        """Start all and wait until ``acts`` stand-ins run."""
+        for rank in range(self.count):
             self.start(rank, *overrides)
         wait_for(lambda: len(self.acted()) == acts, 60, self.logs)
 

@@ -13,6 +13,7 @@ import contextlib
 import io
 import json
 import math
+import re
 import shutil
 import struct
 from collections.abc import Callable
@@ -426,6 +427,16 @@ def test_a_dry_run_on_two_nodes(config_file: Path, capsys: pytest.CaptureFixture
     processes = [[name for name in names if f"#   {name}:" in part] for part in parts]
     assert processes == [["engine_0", "sampler", "rank_0"], ["engine_1", "rank_1"]]
     assert "--host ADDRESS" in parts[1]
+    over_both = load_settings(config_file, [*spread, "engine={replicas: 1, tensor: 2}"])
+    dry_run(over_both, Nodes(0, 2))
+    parts = capsys.readouterr().out.split("# node ")[1:]
+    assert re.search(r"#   engine_0: .*--nnodes 2 --node-rank 0 .*--master-port 0\n", parts[0])
+    assert re.search(r"#   engine_0_part_1: .*--nnodes 2 --node-rank 1 .*--headless\n", parts[1])
+    by_ray = over_both.changed(engine={"arguments": ("--distributed-executor-backend=ray",)})
+    with pytest.raises(UserError, match=r"--distributed-executor-backend: each engine is on 2 nodes"):
+        dry_run(by_ray, Nodes(0, 2))
+    dry_run(settings, Nodes(0, 2))
+    capsys.readouterr()
     dry_run(settings, Nodes(1, 2))
     assert capsys.readouterr().out == "", "the first node tells of all"
     with pytest.raises(UserError, match="works within one node only"):

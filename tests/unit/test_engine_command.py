@@ -20,6 +20,7 @@ from rpg_megatron.engine.command import (
     engine_command,
     engine_environment,
     kv_bytes_per_token,
+    span_arguments,
 )
 from rpg_megatron.engine.process import first_error
 from rpg_megatron.launcher.checks import CheckedRun, check_start
@@ -274,6 +275,9 @@ def test_experts_that_engines_on_a_cpu_do_not_have_are_refused(
             check_expert_columns(settings, shape)
 
 
+NO_STAGES = "engines have no pipeline stages; remove it and raise engine.tensor, also over several nodes"
+
+
 @pytest.mark.parametrize(
     ("argument", "message"),
     [
@@ -297,6 +301,14 @@ def test_experts_that_engines_on_a_cpu_do_not_have_are_refused(
                 ("--hf-config-path", "=elsewhere"),
             )
         ),
+        ("-pp=2", f"-pp: {NO_STAGES}"),
+        ("--pipeline_par", f"--pipeline-par: {NO_STAGES}"),
+        ("--tensor-parallel-size", "--tensor-parallel-size: set engine.tensor instead"),
+        (
+            "--nnodes",
+            "--nnodes: the launcher sets it, by engine.replicas, engine.tensor and "
+            "cluster.engine_nodes; remove it",
+        ),
     ],
 )
 def test_options_that_vllm_lacks_or_that_change_the_model_are_refused(
@@ -313,7 +325,9 @@ def test_options_that_vllm_lacks_or_that_change_the_model_are_refused(
 
 def test_the_options_of_every_engine_are_vllms(config_file: Path, tmp_path: Path) -> None:
     settings = load_settings(config_file)
-    options = [word for word in engine_command(settings, 0, tmp_path / "e.sock") if word.startswith("--")]
+    command = engine_command(settings, 0, tmp_path / "e.sock") + span_arguments(2, 1, ("10.0.0.1", 15000))
+    assert command[-5:] == ["--master-addr", "10.0.0.1", "--master-port", "15000", "--headless"]
+    options = [word for word in command if word.startswith("--")]
     assert set(options) <= option_names()
 
 

@@ -43,6 +43,7 @@ from rpg_megatron.launcher.nodes import (
     own_address,
     transport_note,
 )
+from rpg_megatron.launcher.preflight import check_gpus
 
 STEP = {
     "SLURM_JOB_ID": "77",
@@ -131,6 +132,52 @@ def test_shares(config_file: Path) -> None:
     assert shares(load_settings(config_file, both), 1) == [NodeAssignment(range(4), range(4))]
 
 
+SPAN = ["bridge.transport=process_group", "parallel.data=8", "engine={replicas: 2, tensor: 16}"]
+
+
+def test_engines_on_two_nodes_each(config_file: Path) -> None:
+    """With fewer engines than nodes for them; each node has half of an engine's workers."""
+    settings = load_settings(config_file, [*SPAN, "cluster={trainer_nodes: 1, engine_nodes: 4}"])
+    assert shares(settings, 5) == [
+        NodeAssignment(range(8), range(0), 0, 2),
+        NodeAssignment(range(0), range(0, 1), 0, 2),
+        NodeAssignment(range(0), range(0, 1), 1, 2),
+        NodeAssignment(range(0), range(1, 2), 0, 2),
+        NodeAssignment(range(0), range(1, 2), 1, 2),
+    ]
+    assert [share.gpus(settings, index) for share in shares(settings, 5) for index in share.engines] == [
+        list(range(8))
+    ] * 4
+    assert [share.log_name(1) for share in shares(settings, 5)[3:]] == ["engine_1", "engine_1_part_1"]
+    beside = shares(load_settings(config_file, [*SPAN, "engine.replicas=1"]), 2)
+    assert beside == [NodeAssignment(range(4 * n, 4 * n + 4), range(1), n, 2) for n in (0, 1)]
+    assert beside[1].gpus(settings, 0) == list(range(4, 12))
+
+
+def test_an_engine_on_several_nodes_uses_all_that_ranks_leave(
+    config_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    smi = tmp_path / "nvidia-smi"
+    smi.write_text("#!/bin/sh\nfor i in 0 1 2 3 4 5 6 7; do echo GPU $i: H100; done\n")
+    smi.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    apart = [*SPAN, "device=cuda", "cluster={trainer_nodes: 1, engine_nodes: 2}", "engine.replicas=1"]
+    settings = load_settings(config_file, apart)
+    for node in range(3):
+        check_gpus(settings, assign_node(settings, node, 3))
+    for tensor, told in ((8, 4), (12, 6)):
+        fewer = load_settings(config_file, [*apart, f"engine.tensor={tensor}"])
+        message = (
+            rf"is on 2 nodes .* uses {told} of the 8 GPUs .*; set engine.tensor to 16, or, .*engine_nodes"
+        )
+        with pytest.raises(UserError, match=message):
+            check_gpus(fewer, assign_node(fewer, 2, 3))
+    whole = load_settings(config_file, [*apart, "cluster.engine_nodes=1"])
+    with pytest.raises(UserError, match=r"16 for the engines .* 8 are visible; .* span several nodes"):
+        check_gpus(whole, assign_node(whole, 1, 2))
+
+
 def test_colocated_engines_stay_with_the_ranks_of_their_node(config_file: Path) -> None:
     """Each on GPUs of its node's ranks; it sees the others too if it reads their memory."""
     on = ["device=cuda", "engine={colocated: true, replicas: 4, tensor: 2}", "parallel.tensor=2"]
@@ -156,7 +203,7 @@ def test_colocated_engines_stay_with_the_ranks_of_their_node(config_file: Path) 
     [
         (
             ["engine={tensor: 4, replicas: 2}"],
-            r"engine.tensor \(4\) is more than the 2 trainer ranks of a node",
+            r"engine.tensor \(4\) is more than the 2 trainer ranks.* cannot span; .*colocated to f",
         ),
         (
             ["engine={tensor: 2, replicas: 4}", "parallel.data=3"],
@@ -185,6 +232,10 @@ def test_colocated_engines_that_cannot_be(config_file: Path, overrides: list[str
     [
         (["bridge.transport=shared_memory"], "works within one node only; on 2 nodes set it"),
         (["engine.replicas=3"], r"3 engines \(engine.replicas\) cannot be spread evenly over 2 nodes"),
+        (
+            ["engine={replicas: 1, tensor: 3}"],
+            r"1 engines \(engine.replicas\) cannot be spread evenly over 2",
+        ),
         (["parallel.data=1"], "1 trainer ranks .* cannot be spread evenly over 2 nodes"),
         (["cluster.trainer_nodes=3"], r"cluster.trainer_nodes \(3\) is more than the job's 2 nodes"),
     ],

@@ -10,13 +10,24 @@ import json
 import re
 import tracemalloc
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
 from rpg_megatron import cli
 from rpg_megatron.commands.plan.layout import count_gpus
-from rpg_megatron.commands.plan.plan import ROOM, Plan, Target, lighter, make_plan, plan_for, sweep
+from rpg_megatron.commands.plan.plan import (
+    ROOM,
+    Plan,
+    Target,
+    lighter,
+    make_plan,
+    plan_for,
+    smallest_engine,
+    sweep,
+)
+from rpg_megatron.commands.plan.tables import _suggestions
 from rpg_megatron.commands.plan.trainer_memory import TOKEN, TRAJECTORY
 from rpg_megatron.config import load_settings, read_model_shape
 from rpg_megatron.data.trajectory import Trajectory
@@ -37,6 +48,10 @@ def command(capsys, *arguments: str) -> str:
     return capsys.readouterr().out
 
 
+SPAN = ["engine={replicas: 1, tensor: 16}"]
+"""An engine that has two nodes."""
+
+
 @pytest.mark.parametrize(
     ("overrides", "total", "nodes"),
     [
@@ -47,6 +62,7 @@ def command(capsys, *arguments: str) -> str:
         (["engine={colocated: true, replicas: 8}", "parallel.data=8"], 16, ((8, 4), (8, 4))),
         (["parallel.data=1", "engine={replicas: 3, tensor: 2}"], 8, ((2, 6),)),
         (["parallel.data=3", "engine.replicas=3"], 9, ((2, 1), (2, 1), (2, 1))),
+        ([*SPAN, "cluster={trainer_nodes: 1, engine_nodes: 2}"], 24, ((8, 0), (0, 8), (0, 8))),
     ],
 )
 def test_gpus_in_all_and_by_node(overrides: list[str], total: int, nodes) -> None:
@@ -76,6 +92,25 @@ def test_gpus_that_no_nodes_can_share_are_told(capsys) -> None:
     output = json.loads(command(capsys, str(QWEN3_8B), "--json"))
     assert output["gpus"]["total"] == 16
     assert output["implementation"] == "transformer_engine"
+
+
+def test_an_engine_that_has_two_nodes() -> None:
+    why = count_gpus(load_settings(QWEN3_8B, [*SEPARATE_8B, *SPAN])).why
+    assert why.endswith("set both cluster.trainer_nodes=1 and cluster.engine_nodes=2")
+    half = [*SPAN, "engine.tensor=8", "cluster={trainer_nodes: 1, engine_nodes: 2}"]
+    assert "uses 4 of the 8 GPUs" in count_gpus(load_settings(QWEN3_8B, [*SEPARATE_8B, *half])).why
+    large = load_settings(EXAMPLES / "qwen3_235b_a22b_lora.yaml", ["engine.tensor=4"])
+    plan = make_plan(large, "4xh100-80")
+    assert not plan.fits
+    assert smallest_engine(plan) == 8
+    told = list(_suggestions(SimpleNamespace(plan=plan, layout=plan, engine=8)))
+    size = "engine.tensor=8 cluster.engine_nodes=2 bridge.transport=process_group"
+    assert told == [f"smallest engine that fits: {size}"]
+    apart = large.changed(engine={"tensor": 8}, cluster={"trainer_nodes": 2, "engine_nodes": 2})
+    spans = make_plan(apart, "4xh100-80")
+    assert spans.gpus.nodes == ((4, 0), (4, 0), (0, 4), (0, 4))
+    assert any("each engine is on 2 nodes: its workers' all-reduces" in text for text in spans.warnings)
+    assert not any("all-reduces" in text for text in make_plan(large, "h100-80").warnings)
 
 
 def test_a_layout_that_leaves_little_is_ranked_behind(capsys) -> None:

@@ -61,6 +61,11 @@ limit: what other software does, and does not
   Megatron when it builds an optimizer
   torch's TCP store has no password
   Other traffic is not encrypted
+  none on TCP
+  with pickled objects | | TCP from node to node
+  none: whoever can change its store
+integration/test_engine_over_nodes.py::test_a_worker_killed_on_each_node
+  TCP at the first of an engine's nodes
 limit: needs GPUs, another kernel or another machine
   from Linux 6.7
   The filter exists for x86_64 and aarch64

@@ -275,6 +275,18 @@ RELIED_ON = [
         "the same",
     ),
     (
+        "entrypoints/cli/serve.py::run_headless",
+        "args",
+        "573750cb963d",
+        "engine/server.py calls it with parsed arguments, for the workers of an engine's later nodes",
+    ),
+    (
+        "v1/executor/multiproc_executor.py::MultiprocExecutor.start_worker_monitor",
+        "self inline",
+        "c968ecb9e9ad",
+        "process.tells_of_killed_worker looks for its message",
+    ),
+    (
         "v1/engine/core.py::EngineCoreProc._process_input_queue",
         "self",
         "2469d7b3fe2e",

@@ -101,8 +101,8 @@ def gpus_a_node(settings: Settings, nodes: int) -> int:
     if settings.device == "cpu":
         return 0
     shares = [assign_node(settings, rank, nodes) for rank in range(nodes)]
-    each = 0 if settings.engine.colocated else settings.engine.tensor
-    return max(len(share.ranks) + len(share.engines) * each for share in shares)
+    apart = not settings.engine.colocated
+    return max(len(s.ranks) + len(s.engines) * s.workers(settings) * apart for s in shares)
 
 
 def read_options(options: Sequence[str], known: Mapping[str, Any]) -> dict[str, Any]:

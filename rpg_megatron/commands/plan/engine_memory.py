@@ -124,7 +124,7 @@ def engine_memory(
         batched = int(_argument(engine.arguments, "--max-num-batched-tokens", 8192))
         links = link_bytes(settings, gpus)[1] * settings.parallel.tensor * settings.parallel.pipeline
         buckets = (BUCKET_BYTES + links) * (grouped and not engine.colocated)  # colocated: in host memory
-        running = GRAPHS + communicator_bytes(engine.tensor, engine.tensor, large=True)
+        running = GRAPHS + communicator_bytes(engine.tensor, gpus.per_node, large=True)
         running += batched * item * _activations(shape, engine.tensor)
         # Float32 logits, and a sorted or exponentiated copy.
         running += min(engine.max_sequences, batched) * shape.vocab_size * 4 * 2

@@ -11,7 +11,7 @@ from rpg_megatron.config import ModelShape, Settings, UserError
 from rpg_megatron.config.lora import LoraSettings
 from rpg_megatron.config.policy import FP8Settings, ParallelSettings
 from rpg_megatron.data.packing import padded_length, sequence_multiple
-from rpg_megatron.launcher.nodes import assign_node
+from rpg_megatron.launcher.nodes import assign_node, check_span
 from rpg_megatron.models.lora import AdapterMapping, projection_shape
 from rpg_megatron.models.partition import ALL_EXPERTS, ExpertShard, RankCoordinates
 from rpg_megatron.models.registry import mapping_for
@@ -207,10 +207,12 @@ def count_gpus(settings: Settings, per_node: int = 8) -> Gpus:
     for count in range(fewest, 2 * fewest + 1):
         try:
             shares = [assign_node(settings, node, count) for node in range(count)]
+            for share in shares:
+                check_span(settings, share, per_node)
         except UserError as e:
             why = why or str(e)
             continue
-        nodes = tuple((len(share.ranks), len(share.engines) * engine.tensor) for share in shares)
+        nodes = tuple((len(share.ranks), len(share.engines) * share.workers(settings)) for share in shares)
         used = max(max(held) if engine.colocated else sum(held) for held in nodes)
         if used <= per_node:
             return Gpus(total, trainer, workers, engine.colocated, nodes, "", per_node)

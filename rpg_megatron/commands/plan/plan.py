@@ -31,6 +31,7 @@ from rpg_megatron.commands.plan.trainer_memory import (
 from rpg_megatron.config import ModelShape, Settings, UserError, read_model_shape
 from rpg_megatron.config.errors import gib
 from rpg_megatron.launcher.checks import LAYOUT, CheckedRun, run_checks
+from rpg_megatron.launcher.nodes import span_note
 from rpg_megatron.models.lora import AdapterMapping
 from rpg_megatron.models.registry import mapping_for
 
@@ -149,6 +150,7 @@ class Plan:
         settings, engine, batch, worst = self.settings, self.engine, self.batch, self.routed_to_one
         engines, replicas = settings.engine.replicas, settings.parallel.data * settings.parallel.context
         running = min(settings.engine.max_sequences, -(-batch.sequences // max(1, engines)))
+        parts = -(-settings.engine.tensor // self.target.per_node) if self.on_gpu else 1
         verdict = "also fits" if worst <= self.left else "does not fit"
         of_plan = {
             f"the KV cache holds {engine.full_sequences:.0f} sequences of full length, but {running} may run "
@@ -157,6 +159,7 @@ class Plan:
             "micro-batches; lower training.tokens_per_microbatch or training.minibatches": (
                 batch.pipeline_idle > 0.25
             ),
+            span_note(parts): parts > 1 and not self.gpus.why,
             "training.share_prompts: memory is that without it; shared prompts take less": (
                 settings.training.share_prompts
             ),
@@ -349,8 +352,9 @@ def smallest(plan: Plan) -> Plan | None:
 
 
 def smallest_engine(plan: Plan) -> int | None:
-    """The smallest engine.tensor whose worker fits and holds one sequence of full length."""
-    for tensor in (1, 2, 4, 8, 16):
+    """The smallest engine.tensor whose worker fits and holds one full sequence; colocated, within a node."""
+    most = plan.target.per_node if plan.settings.engine.colocated else 32
+    for tensor in (size for size in (1, 2, 4, 8, 16, 32) if size <= most):
         other = _changed(plan, "engine", tensor=tensor)
         if other is None or other.engine.kv_cache < 0 or other.engine.full_sequences < 1:
             continue

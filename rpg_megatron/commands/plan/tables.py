@@ -265,7 +265,9 @@ def _suggestions(answer: Answer) -> Iterator[str]:
         yield none + more * is_bound_to_a_node(plan.settings)
     if plan.engine.kv_cache < 0 or plan.engine.full_sequences < 1:
         none = "none; use larger GPUs or shorter responses"
-        yield f"smallest engine that fits: {f'engine.tensor={engine}' if engine else none}"
+        nodes = -(-(engine or 1) // plan.target.per_node)
+        on = f" cluster.engine_nodes={nodes * plan.settings.engine.replicas} bridge.transport=process_group"
+        yield f"smallest engine that fits: {f'engine.tensor={engine}{on * (nodes > 1)}' if engine else none}"
 
 
 def _print_sweep(layouts: Sequence[Plan], refused: Counter[str], console: Console, most: int = 20) -> None:
