@@ -1,4 +1,4 @@
-"""The plan by which weights reach an engine, on the models of vLLM's CUDA build: dense, experts, FP8.
+"""How weights reach an engine, on the models of vLLM's CUDA build: dense, experts, latents, FP8.
 
 Why: on a GPU most modules are loaded in place, and graphs hold the addresses of all; on a CPU nearly all are
 re-packed. So the CPU tests do not show how a GPU loads each module. Compared with vLLM's own loading of
@@ -85,6 +85,7 @@ def make_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]
     from vllm.model_executor.model_loader.utils import initialize_model, process_weights_after_loading
 
     monkeypatch.setattr(ops, "scaled_fp8_quant", quantise)
+    monkeypatch.setattr(torch.cuda, "Stream", SimpleNamespace)
     plain = {"dtype": "bfloat16", "skip_tokenizer_init": True, "max_model_len": 256}
 
     def make(folder: Path, **arguments: str) -> tuple[torch.nn.Module, Any]:
