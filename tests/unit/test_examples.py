@@ -375,7 +375,28 @@ def test_a_documented_mixture_fits_with_experts_on_one_node(
     assert not settings.memory.offload_optimizer or parallel.tensor * parallel.data == parallel.expert
 
 
+def over_nodes() -> list[tuple[str, str, list[str], str]]:
+    """Model, file, overrides and estimates of each line of the table of engines over several nodes."""
+    rows = re.findall(r"\| `(\S+)` \| `((?:hybrid|moe)/\S+)` \| `(.*)` \| (.*) \|\n", CHOOSE.read_text())
+    return [(model, file, options.split(), estimates) for model, file, options, estimates in rows]
+
+
+@pytest.mark.parametrize(("model", "file", "options", "expected"), over_nodes())
+def test_a_documented_engine_over_nodes_fits(
+    model: str, file: str, options: list[str], expected: str
+) -> None:
+    nodes = ["cluster.trainer_nodes=32", "cluster.engine_nodes=32"]
+    options = [f"model.path={EXAMPLES / 'models' / model}", *options, *nodes]
+    plan = make_plan(load_settings(EXAMPLES / f"{file}.yaml", options))
+    assert (plan.problems, plan.target.name, plan.gpus.total) == ((), "h100-80", 512)
+    assert plan.settings.engine.tensor > plan.gpus.per_node
+    sizes = " | ".join(f"{nbytes / GIB:.0f}" for nbytes in (plan.rank_total, plan.engine.total))
+    assert expected == f"{sizes} | {estimate_step(plan, assume(plan.target.name)).step:,.0f}"
+
+
 def test_every_mixture_is_documented() -> None:
+    assert [model for model, *_ in over_nodes()] == ["Qwen3.5-397B-A17B", "DeepSeek-V3", "Kimi-K2-Instruct"]
+
     assert {(name, cards) for name, cards, *_ in mixtures()} == {
         ("qwen3_30b_a3b_dapo_math_8k", "16 shared"),
         ("qwen3_30b_a3b_dapo_math_8k", "8 + 8"),
