@@ -7,7 +7,6 @@ frequencies of its own. The parameters have its names and shapes.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,7 +14,8 @@ import torch.nn.functional as F
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.module import MegatronModule
-from megatron.core.transformer.spec_utils import ModuleSpec, build_module
+from megatron.core.transformer.multi_latent_attention import MLASelfAttentionSubmodules
+from megatron.core.transformer.spec_utils import build_module
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
@@ -23,22 +23,6 @@ from rpg_megatron.config.model_shape import ModelShape
 from rpg_megatron.policy.lora import gather_tokens
 from rpg_megatron.policy.microbatch import PackedSequences
 from rpg_megatron.policy.rotary import Rotary
-
-
-@dataclass(frozen=True)
-class LatentLayers:
-    """What latent attention is built of: Megatron's layers or Transformer Engine's."""
-
-    column: Any
-    """Column-parallel, from the residual stream."""
-    up: Any
-    """Column-parallel, from a latent."""
-    row: Any
-    """Row-parallel."""
-    norm: Any
-    """Of latents; does nothing if ``up`` has one."""
-    core: ModuleSpec | type
-    """Attention of queries and keys that are rotated."""
 
 
 class ReplicatedLinear(torch.nn.Linear):
@@ -69,12 +53,12 @@ class LatentAttention(MegatronModule):  # type: ignore[misc]  # untyped
         layer_number: int,
         *,
         shape: ModelShape,
-        layers: LatentLayers,
+        submodules: MLASelfAttentionSubmodules,
         pg_collection: ProcessGroupCollection,
         cp_comm_type: str | None = None,
         **_: Any,
     ) -> None:
-        """As Megatron calls it, with the parameters of the spec."""
+        """shape: of the model. The rest as Megatron passes it."""
         super().__init__(config)
         assert shape.latent is not None
         self.latent = latent = shape.latent
@@ -85,16 +69,16 @@ class LatentAttention(MegatronModule):  # type: ignore[misc]  # untyped
         heads, norm = shape.num_heads, {"config": config, "eps": config.layernorm_epsilon}
         if rank := latent.query_rank:
             self.linear_q_down_proj = ReplicatedLinear(config, shape.hidden_size, rank)
-            self.q_layernorm = layers.norm(hidden_size=rank, **norm)
-            self.linear_q_up_proj = layers.up(rank, heads * shape.head_dim, **cut)
+            self.q_layernorm = submodules.q_layernorm(hidden_size=rank, **norm)
+            self.linear_q_up_proj = submodules.linear_q_up_proj(rank, heads * shape.head_dim, **cut)
         else:
-            self.linear_q_proj = layers.column(shape.hidden_size, heads * shape.head_dim, **cut)
+            self.linear_q_proj = submodules.linear_q_proj(shape.hidden_size, heads * shape.head_dim, **cut)
         down, up = latent.rank + latent.rotated_dim, latent.plain_dim + latent.value_dim
         self.linear_kv_down_proj = ReplicatedLinear(config, shape.hidden_size, down)
-        self.kv_layernorm = layers.norm(hidden_size=latent.rank, **norm)
-        self.linear_kv_up_proj = layers.up(latent.rank, heads * up, **cut)
+        self.kv_layernorm = submodules.kv_layernorm(hidden_size=latent.rank, **norm)
+        self.linear_kv_up_proj = submodules.linear_kv_up_proj(latent.rank, heads * up, **cut)
         self.core_attention = build_module(
-            layers.core,
+            submodules.core_attention,
             config=config,
             layer_number=layer_number,
             attn_mask_type=AttnMaskType.causal,
@@ -103,7 +87,7 @@ class LatentAttention(MegatronModule):  # type: ignore[misc]  # untyped
             softmax_scale=config.softmax_scale,
             pg_collection=pg_collection,
         )
-        self.linear_proj = layers.row(
+        self.linear_proj = submodules.linear_proj(
             heads * latent.value_dim,
             shape.hidden_size,
             init_method=config.output_layer_init_method,

@@ -18,7 +18,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from rpg_megatron.config.model_shape import ModelShape, YarnRope
 from rpg_megatron.policy.attention import PackedAttention
 from rpg_megatron.policy.delta_net import DeltaNet
-from rpg_megatron.policy.latent_attention import LatentAttention, LatentLayers
+from rpg_megatron.policy.latent_attention import LatentAttention
 from rpg_megatron.policy.layers import ResidualAdd, RMSNorm, SwiGLU, WideNorm
 from rpg_megatron.policy.router_aux_loss import Router
 
@@ -60,6 +60,7 @@ def _local_layer(shape: ModelShape, n: int) -> ModuleSpec:
     layer = get_gpt_layer_local_spec(
         num_experts=shape.experts.count if experts and shape.experts else None,
         qk_layernorm=shape.qk_norm,
+        multi_latent_attention=shape.latent is not None,
         normalization="RMSNorm",
     )
     parts = layer.submodules
@@ -73,22 +74,17 @@ def _local_layer(shape: ModelShape, n: int) -> ModuleSpec:
         names = {"input_layernorm.": "self_attention.in_proj.layer_norm_"}
         parts.sharded_state_dict_keys_map = {**parts.sharded_state_dict_keys_map, **names}
         return layer
-    if shape.latent is not None:
-        core = ModuleSpec(PackedAttention, params={"rope": None})
-        column, row = ColumnParallelLinear, RowParallelLinear
-        parts.self_attention = latent_attention(shape, LatentLayers(column, column, row, RMSNorm, core))
-        names = {
-            f"self_attention.{n}_layernorm.": f"self_attention.linear_{n}_up_proj.layer_norm_"
-            for n in ("q", "kv")
-        }
-        of_mlp = parts.sharded_state_dict_keys_map["pre_mlp_layernorm."]
-        parts.sharded_state_dict_keys_map = {"pre_mlp_layernorm.": of_mlp, **names}
-        return layer
     attention = parts.self_attention.submodules
-    attention.core_attention = ModuleSpec(
-        PackedAttention, params={"rope": shape.rope_of(n), "window": shape.window(n)}
-    )
-    if shape.qk_norm:
+    rope = None if shape.latent else shape.rope_of(n)
+    attention.core_attention = ModuleSpec(PackedAttention, params={"rope": rope, "window": shape.window(n)})
+    if shape.latent is not None:
+        parts.self_attention = ModuleSpec(LatentAttention, {"shape": shape}, attention)
+        attention.q_layernorm = attention.kv_layernorm = RMSNorm
+        up = "self_attention.linear_{}_up_proj.layer_norm_"  # the same as above
+        names = {f"self_attention.{n}_layernorm.": up.format(n) for n in ("q", "kv")}
+        names["pre_mlp_layernorm."] = "mlp.linear_fc1.layer_norm_"
+        parts.sharded_state_dict_keys_map = names
+    elif shape.qk_norm:
         attention.q_layernorm = attention.k_layernorm = RMSNorm
     return layer
 
@@ -101,7 +97,8 @@ def _fused_layer(shape: ModelShape, n: int, *, separate_norms: bool, share_promp
     layer = get_gpt_layer_with_transformer_engine_spec(
         num_experts=shape.experts.count if experts and shape.experts else None,
         moe_grouped_gemm=experts,
-        qk_layernorm=shape.qk_norm,
+        qk_layernorm=shape.qk_norm or shape.latent is not None,
+        multi_latent_attention=shape.latent is not None,
     )
     parts = layer.submodules
     if shape.is_linear(n):
@@ -110,19 +107,23 @@ def _fused_layer(shape: ModelShape, n: int, *, separate_norms: bool, share_promp
         linear = te.TEColumnParallelLinear if separate_norms else te.TELayerNormColumnParallelLinear
         # Transformer Engine's norm needs a weight of the input's dtype.
         parts.self_attention = delta_net(linear, RMSNorm, te.TERowParallelLinear)
-    elif shape.latent is not None:
-        parts.input_layernorm, parts.self_attention = _fused_latent(shape, separate_norms, share_prompts)
     elif share_prompts or not megatron_rotates(shape):
         from rpg_megatron.policy.fused_attention import RotatingAttention
 
         parts.self_attention.submodules.core_attention = ModuleSpec(
-            RotatingAttention, params={"rope": shape.rope_of(n)}
+            RotatingAttention, params={"rope": None if shape.latent else shape.rope_of(n)}
         )
+    if shape.latent is not None:
+        parts.self_attention = ModuleSpec(LatentAttention, {"shape": shape}, parts.self_attention.submodules)
     if separate_norms or shape.post_norm:
         from megatron.core.extensions.transformer_engine import TEColumnParallelLinear, TENorm
 
         parts.input_layernorm = parts.pre_mlp_layernorm = TENorm
-        if not shape.is_linear(n) and shape.latent is None:
+        if shape.latent is not None:
+            attention = parts.self_attention.submodules
+            attention.linear_q_up_proj = attention.linear_kv_up_proj = TEColumnParallelLinear
+            attention.q_layernorm = attention.kv_layernorm = TENorm
+        elif not shape.is_linear(n):
             parts.self_attention.submodules.linear_qkv = TEColumnParallelLinear
         if not experts:
             parts.mlp.keywords["submodules"].linear_fc1 = TEColumnParallelLinear
@@ -132,24 +133,6 @@ def _fused_layer(shape: ModelShape, n: int, *, separate_norms: bool, share_promp
 def delta_net(in_proj: type, out_norm: type, out_proj: type) -> ModuleSpec:
     """The spec of linear attention with these layers."""
     return ModuleSpec(DeltaNet, submodules=GatedDeltaNetSubmodules(in_proj, out_norm, out_proj))
-
-
-def latent_attention(shape: ModelShape, layers: LatentLayers) -> ModuleSpec:
-    """The spec of latent attention with these layers."""
-    return ModuleSpec(LatentAttention, params={"shape": shape, "layers": layers})
-
-
-def _fused_latent(shape: ModelShape, separate_norms: bool, share_prompts: bool) -> tuple[Any, ModuleSpec]:
-    """The norm in front of latent attention, and that of Transformer Engine's layers."""
-    from megatron.core.extensions import transformer_engine as te
-
-    from rpg_megatron.policy.fused_attention import RotatingAttention
-
-    column, row = te.TEColumnParallelLinear, te.TERowParallelLinear
-    up, norm = (column, te.TENorm) if separate_norms else (te.TELayerNormColumnParallelLinear, IdentityOp)
-    core = ModuleSpec(RotatingAttention, params={"rope": None})
-    core = core if share_prompts else te.TEDotProductAttention
-    return te.TENorm, latent_attention(shape, LatentLayers(column, up, row, norm, core))
 
 
 def _set_norms(shape: ModelShape, layer: ModuleSpec, config: TransformerConfig) -> None:

@@ -115,6 +115,19 @@ def test_experts(tmp_path: Path) -> None:
     check_in_place(tmp_path, 4 * dense + (2 + 2 * model.config.num_experts) * sparse)
 
 
+@pytest.mark.parametrize("family", ["deepseek_v3", "glm4_moe_lite"])
+def test_latent_attention(tmp_path: Path, family: str) -> None:
+    with use_float64():
+        sizes = {"vocab_size": 251, "num_hidden_layers": 3, "max_position_embeddings": 512}
+        model = make_model(tmp_path / "model", family, noise=0.1, **sizes)
+        batch = make_batch()
+        rows = score_batch(model, batch)
+        expected = reference_update(model, batch, "rpg")
+    layouts = EXPERTS | {"CP2, EP2": (2, {"context": 2, "expert": 2}, 3)}
+    ran = check_all(tmp_path, layouts, batch, OBJECTIVES["rpg"], rows, expected)
+    assert ran >= {"fused_attn_fwd", "fused_attn_bwd", "rmsnorm_fwd", "generic_gemm", *GROUPED, *RING}
+
+
 def test_replayed_experts(tmp_path: Path) -> None:
     batch, rows, expected, _ = make_replayed(tmp_path / "model")
     assert check_all(tmp_path, EXPERTS, batch, REPLAYED, rows, expected) == KERNELS | GROUPED

@@ -119,6 +119,14 @@ def test_shared_experts_and_biases_of_routers(tmp_path: Path, family: str) -> No
     run_all(tmp_path, "distributed", loaded[:1], loaded, count=count, tolerance=other)
 
 
+@pytest.mark.long
+def test_muon_of_replicated_projections(tmp_path: Path) -> None:
+    """Those to the latents, of which every tensor-parallel rank makes the same update."""
+    write_batch(tmp_path, make_model(tmp_path / "model", "deepseek_v3", noise=0.08, **SIZES))
+    source = "TP2+SP x DP2, EP2"
+    run_all(tmp_path, "muon", [source], [source, "DP4"], count=9 + 2 + 3 * 15 + 3, tolerance=2e-6)
+
+
 @pytest.mark.parametrize(("kind", "dtype"), [("muon", "float32"), ("muon", "bfloat16"), ("plain", "float32")])
 def test_a_stage_without_experts(tmp_path: Path, kind: str, dtype: str) -> None:
     """It has no state of the experts' optimizer, and may be rank 0, which writes what all ranks share."""

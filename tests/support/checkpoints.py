@@ -25,7 +25,8 @@ OPTIMIZERS: dict[str, dict[str, Any]] = {
 }
 WEIGHTS = {"adapters": 4 * 7 * 2 + 2}
 """Number of weights in a checkpoint, if it is not the model's."""
-MATRICES = *(f"linear_{name}.weight" for name in ("qkv", "proj", "fc1", "fc2")), "router.weight"
+LINEAR = "qkv", "proj", "fc1", "fc2", "q_proj", "q_down_proj", "q_up_proj", "kv_down_proj", "kv_up_proj"
+MATRICES = *(f"linear_{name}.weight" for name in LINEAR), "router.weight"
 """The hidden matrices of a layer, which Muon updates."""
 
 
