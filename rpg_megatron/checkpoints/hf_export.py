@@ -278,7 +278,7 @@ def _finish(
         with open_own(part / INDEX, "x", encoding="utf-8") as f:
             f.write(json.dumps(index, indent=2) + "\n")
     for name, file in open_copied(source_dir, root):
-        content = _with_dtype(file.read(), dtype) if name == CONFIG else None
+        content = with_dtype(file.read(), dtype) if name == CONFIG else None
         if name == GENERATION and ends:
             content = _with_ends(file.read(), ends)
         copy_file(file, part, name, content)
@@ -305,9 +305,10 @@ def _publish(part: Path, out_dir: Path, names: Sequence[str]) -> None:
         rename(part, out_dir)
 
 
-def _with_dtype(text: bytes, dtype: torch.dtype) -> bytes:
-    """A config.json with this dtype."""
+def with_dtype(text: bytes, dtype: torch.dtype) -> bytes:
+    """A config.json of weights with this dtype, which are not quantised."""
     config = parse_json(text)
+    config.pop("quantization_config", None)
     decoder = config.get("text_config")
     for part in (config, decoder if isinstance(decoder, dict) else {}):
         # transformers renamed the key; set the one that exists.

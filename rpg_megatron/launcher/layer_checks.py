@@ -31,6 +31,12 @@ def check_layers(settings: Settings, shape: ModelShape) -> None:
             "Megatron cannot save the optimizer of their float32 parameters (rates and norms of linear "
             "attention); set it to true, with optimizer.type adamw, or precision.dtype to float32"
         )
+    names = [argument.partition("=")[0].replace("_", "-") for argument in settings.engine.arguments]
+    if shape.fp8_files and any(name.startswith("--hf-overrides") for name in names):
+        raise UserError(
+            "engine.arguments: --hf-overrides excludes weights in FP8 on disk, which engines ignore by this "
+            "option; remove it, or convert the model to bfloat16 (docs/models.md)"
+        )
     other = shape.fused_rows or shape.post_norm or shape.scales != Scales()
     # Projections in the towers of other families have the same names, and PEFT would adapt them, too.
     if settings.lora is not None and (other or (shape.is_part and shape.linear is None)):

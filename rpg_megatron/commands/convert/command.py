@@ -25,12 +25,13 @@ from rpg_megatron.commands.convert.staging import Source, Staging
 from rpg_megatron.config import ModelShape, UserError, read_model_shape
 from rpg_megatron.config.files import atomic_write_text, copy_file, folder_size, places_of
 from rpg_megatron.config.lora import LoraSettings
+from rpg_megatron.data.tokenizer_file import refuse_remote_code
 from rpg_megatron.launcher.stopping import StopSignals
 from rpg_megatron.models.lora import AdapterMapping
 from rpg_megatron.models.mapping import ModelMapping
 from rpg_megatron.models.registry import mapping_for
 from rpg_megatron.rollout.seeds import chat_ends
-from rpg_megatron.system.dtypes import SAFETENSORS
+from rpg_megatron.system.dtypes import SAFETENSORS, torch_dtype
 
 
 def open_hf(hf: Path) -> Source:
@@ -46,7 +47,7 @@ def open_hf(hf: Path) -> Source:
     layout = mapping_for(shape)
     stored = hf_files.verify_hf_checkpoint(hf, layout, one_dtype=True)
     dtype = next(tensor.dtype for name, tensor in stored.items() if name not in layout.float32)
-    note = hf_files.describe_computed(hf_files.list_checkpoint(hf))
+    note = hf_files.describe_stored(hf_files.list_checkpoint(hf))
     return Source(shape, layout, SAFETENSORS[dtype], hf, hf, hf, hf, {}, note=note)
 
 
@@ -110,16 +111,18 @@ def convert_to_megatron(source: Source, out: Path, signals: StopSignals, *, veri
     Returns what was done, as text. Raises UserError for user errors; RunFailed if, with ``verify``, logits
     differ or its process died; Interrupted after a signal. In these cases, no files are left.
     """
-    from rpg_megatron.checkpoints.hf_export import copy_untrained  # torch
+    from rpg_megatron.checkpoints.hf_export import copy_untrained, with_dtype  # torch
     from rpg_megatron.commands.convert.convert import write_megatron
 
+    dtype = torch_dtype(source.dtype)
     with Staging(out, source.size, signals) as staging:
         folder = staging.result / megatron_files.RELEASE
         (folder / HF).mkdir(parents=True)
         staging.begin("converting", source.size)
         write_megatron(source, folder, staging.count)
         for name, file in hf_files.open_copied(source.config, source.root):
-            copy_file(file, folder / HF, name)
+            fp8 = name == hf_files.CONFIG and source.shape.fp8_files
+            copy_file(file, folder / HF, name, with_dtype(file.read(), dtype) if fp8 else None)
         copy_untrained(source.folder, folder / HF, source.shape)
         staging.begin("checksums", folder_size(folder))
         metadata = CheckpointMetadata(version("megatron-core"), source.dtype, 1, 1)
@@ -154,6 +157,7 @@ def convert_to_hf(
 def _read_shape(folder: Path, root: Path) -> ModelShape:
     try:
         shape = read_model_shape(folder)
+        refuse_remote_code(folder)
         hf_files.list_copied(folder, root)  # raises for files that cannot be copied
         return shape
     except UserError as e:
