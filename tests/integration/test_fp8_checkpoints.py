@@ -25,6 +25,7 @@ from tests.support.tiny_models import write_byte_model, write_vision_model
 pytestmark = [pytest.mark.usefixtures("forked_starts"), pytest.mark.timeout(1200)]
 
 LARGE = {"hidden_size": 192, "intermediate_size": 320, "head_dim": 32}
+LATENT = {"hidden_size": 192, "intermediate_size": 320, "q_lora_rank": 144, "kv_lora_rank": 136}
 BY_BYTES = "def reward(text, answer, **_):\n    return len(text.encode()) % 7 / 7\n"
 TOLD = "tensors in FP8 are read as bfloat16, which engines and exports have"
 
@@ -39,10 +40,10 @@ def add_code(folder: Path) -> None:
     (folder / "config.json").write_text(json.dumps(config))
 
 
-def write_mixture(folder: Path) -> dict[str, torch.Tensor]:
-    """GLM-4.5 with a layer that predicts the token after the next one, also in FP8."""
-    sizes = {"moe_intermediate_size": 160, "num_nextn_predict_layers": 1, "use_qk_norm": False}
-    write_byte_model(folder, family="glm4_moe", **LARGE, **sizes)
+def write_mixture(folder: Path, family: str = "glm4_moe") -> dict[str, torch.Tensor]:
+    """A mixture with a layer that predicts the token after the next one, also in FP8."""
+    sizes = LARGE if family == "glm4_moe" else LATENT
+    write_byte_model(folder, family=family, **sizes, moe_intermediate_size=160, num_nextn_predict_layers=1)
     layer = {
         "model.layers.2.eh_proj.weight": torch.randn(192, 384),
         "model.layers.2.enorm.weight": torch.ones(192),
@@ -71,9 +72,10 @@ def check_bfloat16(folder: Path, meaning: dict[str, torch.Tensor], changed: tupl
             assert torch.equal(found[name], value), name
 
 
-@pytest.mark.parametrize("write", [write_mixture, write_released])
-def test_there_and_back(tmp_path: Path, write) -> None:
-    meaning = write(tmp_path / "hf")
+@pytest.mark.parametrize("family", ["glm4_moe", "deepseek_v3", "qwen3_5"])
+def test_there_and_back(tmp_path: Path, family: str) -> None:
+    released = family == "qwen3_5"
+    meaning = write_released(tmp_path / "hf") if released else write_mixture(tmp_path / "hf", family)
     there = succeed("hf_to_megatron", "--hf", tmp_path / "hf", "--out", tmp_path / "there", "--verify")
     assert difference(there) <= 1e-4
     small = ("--max-shard-gib", "0.001", "--verify")
@@ -81,7 +83,7 @@ def test_there_and_back(tmp_path: Path, write) -> None:
     assert difference(back) <= 1e-4
     check_bfloat16(tmp_path / "back", meaning)
     assert not read_model_shape(next((tmp_path / "there").glob("*/hf"))).fp8_files
-    if write is write_mixture:
+    if not released:
         loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "back", dtype=torch.bfloat16)
         weights = loaded.state_dict()
         name = "model.layers.0.mlp.down_proj.weight"

@@ -64,9 +64,9 @@ def dequantise(weight: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
 def is_projection(name: str) -> bool:
     """Whether releases have a tensor in FP8: matrices of layers, but no routers, gates and convolutions."""
     kept = ("embed", "lm_head", "norm", "mlp.gate.", "expert_gate", "conv1d", "in_proj_a", "in_proj_b")
-    return name.endswith(("proj.weight", "gate_up_proj", "down_proj", "fc.weight")) and not any(
-        part in name for part in kept
-    )
+    return name.endswith(
+        ("proj.weight", "with_mqa.weight", "gate_up_proj", "down_proj", "fc.weight")
+    ) and not any(part in name for part in kept)
 
 
 def store_in_fp8(
