@@ -23,7 +23,7 @@ from rpg_megatron.launcher.summary import display_path
 _EAGER = ("--enforce-eager", "--no-enable-prefix-caching")
 """Hooks see neither the modules of a compiled model nor tokens of a cached prefix, which routes need."""
 _SHOWN = 6  # findings per engine
-_MAY_DIFFER = ("rope", "norm_eps", "dtype", "max_positions", "fp8_files")
+_MAY_DIFFER = ("rope", "norm_eps", "dtype", "max_positions")
 _COLUMNS = {
     "input": ("input",),
     "norm": ("input_norm",),
@@ -130,9 +130,7 @@ def _check_engine_model(settings: Settings, path: Path) -> None:
         engine_shape = read_model_shape(path)
     except UserError as e:
         raise UserError(f"--engine-model: {str(e).removeprefix('model.path: ')}") from None
-    if engine_shape.fp8_files:
-        raise UserError(f"--engine-model: {path} is in FP8; give a copy in bfloat16 (docs/models.md)")
-    policy, engine = asdict(policy_shape), asdict(engine_shape)
+    policy, engine = asdict(policy_shape) | {"fp8_files": False}, asdict(engine_shape)  # has bfloat16
     differing = [name for name in policy if name not in _MAY_DIFFER and policy[name] != engine[name]]
     if differing:
         listed = ", ".join(f"{name} {engine[name]}, not {policy[name]}" for name in differing)
