@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
-from rpg_megatron.checkpoints.hf_files import verify_hf_checkpoint
+from rpg_megatron.checkpoints.hf_files import list_checkpoint, verify_hf_checkpoint
 from rpg_megatron.checkpoints.megatron_tensors import open_tensors
 from rpg_megatron.checkpoints.stored_tensor import StoredTensor
 from rpg_megatron.config.errors import UserError
@@ -83,6 +83,11 @@ def read_whole(stored: StoredTensor) -> torch.Tensor:
     """A tensor of a file, in the file's dtype; bfloat16 for FP8. Raises UserError."""
     with ExitStack() as stack:
         return _read(lambda file: stack.enter_context(_open(file)), Box.whole(stored.shape), stored)
+
+
+def read_all(model_dir: Path) -> dict[str, torch.Tensor]:
+    """All tensors of a checkpoint by their names there, as ``read_whole``. Raises UserError."""
+    return {name: read_whole(tensor) for name, tensor in list_checkpoint(model_dir).items()}
 
 
 def _open(file: Path) -> Any:

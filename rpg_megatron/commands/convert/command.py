@@ -31,7 +31,7 @@ from rpg_megatron.models.lora import AdapterMapping
 from rpg_megatron.models.mapping import ModelMapping
 from rpg_megatron.models.registry import mapping_for
 from rpg_megatron.rollout.seeds import chat_ends
-from rpg_megatron.system.dtypes import SAFETENSORS, torch_dtype
+from rpg_megatron.system.dtypes import SAFETENSORS
 
 
 def open_hf(hf: Path) -> Source:
@@ -111,18 +111,16 @@ def convert_to_megatron(source: Source, out: Path, signals: StopSignals, *, veri
     Returns what was done, as text. Raises UserError for user errors; RunFailed if, with ``verify``, logits
     differ or its process died; Interrupted after a signal. In these cases, no files are left.
     """
-    from rpg_megatron.checkpoints.hf_export import copy_untrained, with_dtype  # torch
+    from rpg_megatron.checkpoints.hf_export import changed_config, copy_untrained  # torch
     from rpg_megatron.commands.convert.convert import write_megatron
 
-    dtype = torch_dtype(source.dtype)
     with Staging(out, source.size, signals) as staging:
         folder = staging.result / megatron_files.RELEASE
         (folder / HF).mkdir(parents=True)
         staging.begin("converting", source.size)
         write_megatron(source, folder, staging.count)
         for name, file in hf_files.open_copied(source.config, source.root):
-            fp8 = name == hf_files.CONFIG and source.shape.fp8_files
-            copy_file(file, folder / HF, name, with_dtype(file.read(), dtype) if fp8 else None)
+            copy_file(file, folder / HF, name, changed_config(name, file, source.dtype))
         copy_untrained(source.folder, folder / HF, source.shape)
         staging.begin("checksums", folder_size(folder))
         metadata = CheckpointMetadata(version("megatron-core"), source.dtype, 1, 1)

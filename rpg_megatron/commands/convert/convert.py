@@ -20,8 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from rpg_megatron.checkpoints.hf_export import export_adapter, export_hf
-from rpg_megatron.checkpoints.hf_files import list_checkpoint
-from rpg_megatron.checkpoints.hf_import import read_whole
+from rpg_megatron.checkpoints.hf_import import read_all
 from rpg_megatron.checkpoints.megatron_tensors import MegatronTensors, find_places, whole_parameters
 from rpg_megatron.checkpoints.megatron_writer import MegatronWriter
 from rpg_megatron.checkpoints.parameter_readers import merged_reader, parameter_reader
@@ -99,8 +98,7 @@ def _read_source(source: Source) -> tuple[torch.dtype, Callable[[str], Tensor]]:
     """The dtype of the result, and what reads a parameter of it from the checkpoint."""
     layout, lora = source.layout, source.lora
     if source.folder == source.config:  # a Hugging Face checkpoint in FP8
-        dtype = torch_dtype(source.dtype)
-        return dtype, parameter_reader(source.folder, layout, dtype)
+        return (dtype := torch_dtype(source.dtype)), parameter_reader(source.folder, layout, dtype)
     if lora is None or isinstance(layout, AdapterMapping):
         stored = MegatronTensors(source.folder, layout)
         return torch_dtype(stored.dtype), stored.parameter
@@ -179,10 +177,9 @@ def compare(hf: Path, sequences: list[list[int]], logits: list[Tensor]) -> str:
     import transformers
 
     config = transformers.AutoConfig.from_pretrained(hf, local_files_only=True, trust_remote_code=False)
-    kind, weights = getattr(transformers, config.architectures[0]), None
-    if read_model_shape(hf).fp8_files:  # transformers would not round to bfloat16, and needs whole blocks
-        del config.quantization_config
-        weights = {name: read_whole(tensor) for name, tensor in list_checkpoint(hf).items()}
+    kind = getattr(transformers, config.architectures[0])
+    vars(config).pop("quantization_config", None)  # it would not round to bfloat16, and needs whole blocks
+    weights = read_all(hf) if read_model_shape(hf).fp8_files else None
     options = {"dtype": torch.float32, "local_files_only": True, "use_safetensors": True}
     model = kind.from_pretrained(None if weights else hf, config=config, state_dict=weights, **options).eval()
     difference, largest, worst = 0.0, 0.0, ""
