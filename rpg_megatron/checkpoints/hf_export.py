@@ -14,7 +14,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
 import torch.distributed as dist
@@ -278,7 +278,7 @@ def _finish(
         with open_own(part / INDEX, "x", encoding="utf-8") as f:
             f.write(json.dumps(index, indent=2) + "\n")
     for name, file in open_copied(source_dir, root):
-        content = _with_dtype(file.read(), dtype) if name == CONFIG else None
+        content = changed_config(name, file, dtype_name(dtype))
         if name == GENERATION and ends:
             content = _with_ends(file.read(), ends)
         copy_file(file, part, name, content)
@@ -305,14 +305,17 @@ def _publish(part: Path, out_dir: Path, names: Sequence[str]) -> None:
         rename(part, out_dir)
 
 
-def _with_dtype(text: bytes, dtype: torch.dtype) -> bytes:
-    """A config.json with this dtype."""
-    config = parse_json(text)
+def changed_config(name: str, file: BinaryIO, dtype: str) -> bytes | None:
+    """config.json for weights of a dtype, which are not quantised; None for files of other names."""
+    if name != CONFIG:
+        return None
+    config = parse_json(file.read())
+    config.pop("quantization_config", None)
     decoder = config.get("text_config")
     for part in (config, decoder if isinstance(decoder, dict) else {}):
         # transformers renamed the key; set the one that exists.
         for key in [k for k in ("dtype", "torch_dtype") if k in part] or ["dtype"] * (part is config):
-            part[key] = dtype_name(dtype)
+            part[key] = dtype
     return (json.dumps(config, indent=2) + "\n").encode()
 
 

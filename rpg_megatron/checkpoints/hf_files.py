@@ -15,7 +15,7 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
-from rpg_megatron.checkpoints.hf_forms import Form, decoder_tensors, form_of
+from rpg_megatron.checkpoints.hf_forms import Form, decoder_tensors, form_of, join_scales
 from rpg_megatron.checkpoints.megatron_folder import weights_of
 from rpg_megatron.checkpoints.stored_tensor import StoredTensor
 from rpg_megatron.config.errors import UserError, shorten
@@ -115,7 +115,7 @@ def list_checkpoint(model_dir: Path) -> dict[str, StoredTensor]:
 
     Raises UserError if there is no checkpoint, if a file that the index names is missing or corrupt, or if
     another reader would take other tensors: vLLM takes all that is in the files, whatever the index says, and
-    without an index every file; transformers prefers ``SINGLE`` to the index.
+    without an index every file; transformers prefers ``SINGLE`` to the index. Also for ``join_scales``.
     """
     if weights_of(model_dir) is not None:
         from rpg_megatron.checkpoints.megatron_tensors import (
@@ -125,6 +125,16 @@ def list_checkpoint(model_dir: Path) -> dict[str, StoredTensor]:
         megatron = open_tensors(model_dir)
         assert megatron is not None
         return megatron.stored()
+    stored, wrong = join_scales(_list_files(model_dir))
+    if wrong:
+        raise UserError(
+            f"{model_dir}: weights in FP8 need scales of blocks of 128 x 128 in float32, each beside its "
+            f"tensor; copy the model again, or give it in bfloat16: {_some(wrong)}"
+        )
+    return stored
+
+
+def _list_files(model_dir: Path) -> dict[str, StoredTensor]:
     single, index = model_dir / SINGLE, model_dir / INDEX
     if not index.exists():
         if not single.exists():
@@ -215,10 +225,12 @@ def list_computed(stored: Iterable[str]) -> list[str]:
     return [name for name in stored if f".{name}".endswith(_COMPUTED)]
 
 
-def describe_computed(stored: Iterable[str]) -> str:
-    """One phrase about the buffers of ``list_computed``; empty if there are none."""
-    names = list_computed(stored)
-    return f"{len(names)} buffers are not read ({_some(names[:2])}): config.json has them" if names else ""
+def describe_stored(stored: Mapping[str, StoredTensor]) -> str:
+    """One phrase about the buffers of ``list_computed``, and about weights in FP8; empty without any."""
+    names, fp8 = list_computed(stored), sum(tensor.scale is not None for tensor in stored.values())
+    said = [f"{len(names)} buffers are not read ({_some(names[:2])}): config.json has them"] * bool(names)
+    said += [f"{fp8} tensors in FP8 are read as bfloat16, which engines and exports have"] * bool(fp8)
+    return "; ".join(said)
 
 
 def open_copied(model_dir: Path, root: Path | None = None) -> Iterator[tuple[str, BinaryIO]]:
@@ -266,6 +278,10 @@ def verify_hf_checkpoint(
     # One more than there are, so that it is named below.
     most = 0 if experts is None else experts.count + 1
     stored, twice = decoder_tensors(list_checkpoint(model_dir), most)
+    if not mapping.shape.fp8_files and any(tensor.scale is not None for tensor in stored.values()):
+        raise UserError(
+            f"{model_dir}: has weights in FP8, and config.json no quantization_config; copy the model again"
+        )
     if twice:
         raise UserError(f"{model_dir}: has tensors under two names: {_some(twice)}; remove one of each")
     untrained = [name for name in stored if name.startswith(mapping.shape.untrained)]
@@ -285,8 +301,8 @@ def verify_hf_checkpoint(
 
 
 def _equal(a: StoredTensor, b: StoredTensor) -> bool:
-    """Whether two tensors have the same shape and numbers, of whichever dtypes."""
-    if a.shape != b.shape or a.dtype not in SAFETENSORS:
+    """Whether two tensors have the same shape and numbers, of whichever dtypes, but not with scales."""
+    if a.shape != b.shape or a.dtype not in SAFETENSORS or a.scale or b.scale:
         return False
     left = math.prod(a.shape)
     with open_regular(a.file) as one, open_regular(b.file) as other:

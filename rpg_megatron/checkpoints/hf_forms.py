@@ -2,7 +2,8 @@
 
 Files of vision models may have older names. Files of mixtures may have all experts of a layer in two tensors,
 ``experts.gate_up_proj`` [experts, 2 x columns, hidden] and ``experts.down_proj`` [experts, hidden, columns],
-as Qwen3.5 is released; a mapping has three matrices for each expert, as engines read them.
+as Qwen3.5 is released; a mapping has three matrices for each expert, as engines read them. Weights may be in
+FP8, with scales beside them, and are read as bfloat16.
 """
 
 from __future__ import annotations
@@ -13,10 +14,13 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
 from rpg_megatron.checkpoints.stored_tensor import StoredTensor
+from rpg_megatron.config.fp8_files import BLOCK
 from rpg_megatron.system.dtypes import ITEM_BYTES, SAFETENSORS
 
 PACKED = "mlp.experts.gate_up_proj"
 """How a name of packed experts ends."""
+_FP8, _SCALE = "F8_E4M3", "_scale_inv"
+"""Dtype in a header of weights in FP8; how the name of their scales ends."""
 _OLD_NAMES = {"language_model.lm_head.": "lm_head.", "language_model.model.": "model.language_model."}
 """How the names of a decoder in a vision model begin in older files -> in transformers' models."""
 _ALL_EXPERTS = re.compile(r"(.*\bmlp\.experts)\.(gate_up|down)_proj")
@@ -63,6 +67,27 @@ def form_of(names: Iterable[str], untrained: tuple[str, ...]) -> Form:
     old = ("language_model.", "vision_tower.", "multi_modal_projector.")
     packed = any(n.endswith(PACKED) and not n.startswith(untrained) for n in names)
     return Form(any(n.startswith(old) for n in names), packed)
+
+
+def join_scales(stored: Mapping[str, StoredTensor]) -> tuple[dict[str, StoredTensor], list[str]]:
+    """Tensors of files, those in FP8 as BF16 with their scales; and scales that are missing or wrong.
+
+    The scale of a tensor X is ``X_scale_inv``, with one number for each block of X's last two dimensions.
+    """
+    fp8 = {name + _SCALE: t.shape for name, t in stored.items() if t.dtype == _FP8}
+    wrong = []
+    for name in fp8 | {name: () for name in stored if name.endswith(_SCALE) and name not in fp8}:
+        shape, scale = fp8.get(name, ()), stored.get(name)
+        blocks = (*shape[:-2], *(-(-size // BLOCK) for size in shape[-2:]))
+        if scale is None or len(shape) < 2 or scale.shape != blocks or scale.dtype not in SAFETENSORS:
+            found = f"{list(scale.shape)} {scale.dtype}" if scale else "missing"
+            wrong.append(f"{name} is {found}, not {list(blocks)} F32" if shape else f"{name} ({found})")
+    joined = {
+        name: replace(t, dtype="BF16", scale=stored.get(name + _SCALE)) if t.dtype == _FP8 else t
+        for name, t in stored.items()
+        if name not in fp8
+    }
+    return joined, wrong
 
 
 def decoder_tensors(

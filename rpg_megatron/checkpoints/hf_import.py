@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
 
-from rpg_megatron.checkpoints.hf_files import verify_hf_checkpoint
+from rpg_megatron.checkpoints.hf_files import list_checkpoint, verify_hf_checkpoint
 from rpg_megatron.checkpoints.megatron_tensors import open_tensors
 from rpg_megatron.checkpoints.stored_tensor import StoredTensor
 from rpg_megatron.config.errors import UserError
-from rpg_megatron.models.boxes import Box, MappingError, Piece, check_cover
+from rpg_megatron.config.fp8_files import BLOCK
+from rpg_megatron.models.boxes import Box, MappingError, check_cover
 from rpg_megatron.models.mapping import ModelMapping
 from rpg_megatron.models.partition import RankCoordinates
 from rpg_megatron.system.dtypes import ITEM_BYTES, SAFETENSORS
@@ -48,7 +50,7 @@ def load_hf_weights(
         # Files are memory-mapped, and pages count as this process's memory until the file is closed, so files
         # are reopened for each parameter. Reading some columns touches the pages of the whole tensor.
         with ExitStack() as stack:
-            handles: dict[Path, Any] = {}
+            handle = lru_cache(None)(lambda file, stack=stack: stack.enter_context(_open(file)))
             expected = mapping.local_shape(name, at)
             if tuple(param.shape) != expected:
                 raise MappingError(
@@ -70,19 +72,22 @@ def load_hf_weights(
                 if megatron is not None:
                     values = megatron.read(piece.hf_name, piece.hf)
                 else:
-                    if in_file.file not in handles:
-                        handles[in_file.file] = stack.enter_context(_open(in_file.file))
-                    values = _read(handles[in_file.file], piece, in_file)
+                    values = _read(handle, piece.hf, in_file)
                 param[piece.local.slices()].copy_(values)
-                bytes_read += piece.hf.numel * ITEM_BYTES[SAFETENSORS[in_file.dtype]]
+                item = 1 if in_file.scale else ITEM_BYTES[SAFETENSORS[in_file.dtype]]
+                bytes_read += piece.hf.numel * item
     return bytes_read
 
 
 def read_whole(stored: StoredTensor) -> torch.Tensor:
-    """A tensor of a file, in the file's dtype. Raises UserError."""
-    whole = Box.whole(stored.shape)
-    with _open(stored.file) as handle:
-        return _read(handle, Piece(stored.name, whole, whole), stored)
+    """A tensor of a file, in the file's dtype; bfloat16 for FP8. Raises UserError."""
+    with ExitStack() as stack:
+        return _read(lambda file: stack.enter_context(_open(file)), Box.whole(stored.shape), stored)
+
+
+def read_all(model_dir: Path) -> dict[str, torch.Tensor]:
+    """All tensors of a checkpoint by their names there, as ``read_whole``. Raises UserError."""
+    return {name: read_whole(tensor) for name, tensor in list_checkpoint(model_dir).items()}
 
 
 def _open(file: Path) -> Any:
@@ -92,10 +97,23 @@ def _open(file: Path) -> Any:
         raise UserError(f"{file}: cannot be opened ({e}); copy the file again") from None
 
 
-def _read(handle: Any, piece: Piece, in_file: StoredTensor) -> torch.Tensor:
-    """One slice of an HF tensor, in the file's dtype."""
+def _read(handle: Callable[[Path], Any], box: Box, in_file: StoredTensor) -> torch.Tensor:
+    """A box of an HF tensor, in the file's dtype; for FP8, values times scales in float32, as bfloat16."""
+    index: Any = box.slices(in_file.start)
+    values = _read_slice(handle, index, in_file)
+    if in_file.scale is None:
+        return values
+    blocks = (slice(s.start // BLOCK, -(-s.stop // BLOCK)) for s in index[-2:])
+    scale = _read_slice(handle, (*index[:-2], *blocks), in_file.scale).float()
+    for dim in (-2, -1):
+        scale = scale.repeat_interleave(BLOCK, dim)
+        scale = scale.narrow(dim, index[dim].start % BLOCK, values.size(dim))
+    return scale.mul_(values.float()).bfloat16()
+
+
+def _read_slice(handle: Callable[[Path], Any], index: Any, in_file: StoredTensor) -> torch.Tensor:
     try:
-        values: torch.Tensor = handle.get_slice(in_file.name)[piece.hf.slices(in_file.start)]
+        values: torch.Tensor = handle(in_file.file).get_slice(in_file.name)[index]
     except (SafetensorError, OSError) as e:
         raise UserError(f"{in_file.file}: {in_file.name} cannot be read ({e}); copy the file again") from None
     return values

@@ -65,6 +65,7 @@ def find_places(name: str, model: ModelShape) -> list[Place]:
     if model.experts is not None and (expert := _EXPERT.fullmatch(rest)):
         rest, at, sizes = f"mlp.experts.experts.{expert[2]}", (int(expert[1]),), (model.experts.count,)
     kinds = {"linear_qkv": not model.is_linear(layer) and not model.latent, "in_proj": model.is_linear(layer)}
+    # Norms of query heads have the local name of a latent's.
     kinds |= dict.fromkeys(("linear_q_up_proj", "linear_kv_up_proj"), model.latent is not None)
     others = tuple(f".{kind}.layer_norm_weight" for kind, own in kinds.items() if not own)
     names = [n for n, norm in FUSED.items() if norm == rest and not n.endswith(others)] + [rest]

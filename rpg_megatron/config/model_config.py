@@ -11,6 +11,7 @@ from rpg_megatron.config.errors import UserError, shorten
 from rpg_megatron.config.expert_config import read_experts
 from rpg_megatron.config.families import FAMILIES, NOT_SUPPORTED, Family, describe_supported
 from rpg_megatron.config.files import places_of, read_json
+from rpg_megatron.config.fp8_files import unread_quantisation
 from rpg_megatron.config.model_keys import SIZES, read_flag, read_positive, read_size
 from rpg_megatron.config.model_shape import (
     LatentAttention,
@@ -108,6 +109,7 @@ def read_model_shape(path: Path) -> ModelShape:
             latent=latent,
             prefix="model.language_model." if family.inside else "model.",
             untrained=_untrained(raw, family, layers),
+            fp8_files=raw.get(_QUANTISED[0]) is not None,
         )
     except KeyError as e:
         raise UserError(f"{file}: the key {e.args[0]!r} is missing; copy the checkpoint again") from None
@@ -162,20 +164,23 @@ def _text_config(file: Path, raw: dict[str, Any], family: Family) -> dict[str, A
             f"{file}: text_config is of {shorten(ascii(kind), 80)}; with this architecture only "
             f"{family.inside} ({family.models}) is supported"
         )
-    outside = ("dtype", "torch_dtype", "quantization_config", "compression_config", "tie_word_embeddings")
+    outside = ("dtype", "torch_dtype", "tie_word_embeddings", *_QUANTISED)
     inner, outer = (part.get("tie_word_embeddings") for part in (text, raw))
     if inner is not None and bool(inner) != bool(outer):
         raise UserError(
             f"{file}: tie_word_embeddings is {inner} in text_config and {outer} outside, of which "
             "transformers and vLLM read the latter; make them equal"
         )
-    return {key: raw[key] for key in outside if key in raw} | {k: v for k, v in text.items() if v is not None}
+    inside = {f"text_config.{k}" if k in _QUANTISED else k: v for k, v in text.items() if v is not None}
+    return {key: raw[key] for key in outside if key in raw} | inside
 
 
+_QUANTISED = ("quantization_config", "compression_config")
 _QUANTISATION = "hf_quant_config.json"
-_QUANTISED = (
-    "the trainer does not read quantised weights; give the model in bfloat16, or remove this if its weights "
-    "are not quantised (engine.quantization quantises those of the engines)"
+_NOT_READ = (
+    "the trainer does not read quantised weights, but for FP8 in blocks of 128 x 128 (docs/models.md); give "
+    "the model in bfloat16, or remove this if its weights are not quantised (engine.quantization quantises "
+    "those of the engines)"
 )
 
 
@@ -185,12 +190,13 @@ def _refuse_variants(file: Path, raw: dict[str, Any], family: Family) -> None:
     Ignoring them would give plausible but wrong log-probs.
     """
     problems = []
-    for key in ("quantization_config", "compression_config"):
-        if (how := raw.get(key)) is not None:
-            method = str(how.get("quant_method") or how.get("quant_algo")) if isinstance(how, dict) else how
-            problems.append(f"{key} ({shorten(ascii(method), 80)}): {_QUANTISED}")
+    for key in (*_QUANTISED, *(f"text_config.{key}" for key in _QUANTISED)):
+        if (how := raw.get(key)) is None:
+            continue
+        if (what := unread_quantisation(how)) or key != _QUANTISED[0]:  # engines pass over that one
+            problems.append(f"{key} ({what or 'fp8'}): {_NOT_READ}")
     if (file.parent / _QUANTISATION).exists():
-        problems.append(f"{_QUANTISATION} beside it: {_QUANTISED}")
+        problems.append(f"{_QUANTISATION} beside it: {_NOT_READ}")
     # Qwen2 has biases in any case, and transformers ignores the key there.
     if read_flag(raw, "attention_bias") and not family.qkv_bias:
         problems.append(f"attention_bias=true is not supported for {family.name}: released models have none")

@@ -235,6 +235,8 @@ class ModelShape:
     """What the names of the tensors begin with, but for the output layer."""
     untrained: tuple[str, ...] = ()
     """How the names of tensors begin that are not the decoder's, but a vision tower's, say."""
+    fp8_files: bool = False
+    """Whether weights on disk are in FP8 with scales (``fp8_files``); they are read as bfloat16."""
 
     @property
     def is_part(self) -> bool:

@@ -23,7 +23,13 @@ from rpg_megatron.data.chat_messages import Message
 from rpg_megatron.data.chat_rendering import chat_template, render_messages, template_variables
 from rpg_megatron.data.problems import read_problems, warn_left_out
 from rpg_megatron.data.stored_problems import LeftOut, Problem
-from rpg_megatron.data.tokenizer_file import added_after, open_tokenizer, read_backend, without_lengths
+from rpg_megatron.data.tokenizer_file import (
+    added_after,
+    open_tokenizer,
+    read_backend,
+    refuse_remote_code,
+    without_lengths,
+)
 from rpg_megatron.data.trajectory import Tokens
 from rpg_megatron.data.vocabulary import check_ids
 
@@ -80,6 +86,7 @@ def load_tokenizer(model: Path) -> Any:
     """
     from transformers import AutoTokenizer  # slow to import
 
+    refuse_remote_code(model)
     try:
         # Without an explicit False, transformers may ask on the terminal whether to run the folder's code.
         tokenizer = AutoTokenizer.from_pretrained(str(model), local_files_only=True, trust_remote_code=False)

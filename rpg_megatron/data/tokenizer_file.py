@@ -7,7 +7,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from rpg_megatron.config.files import read_text
+from rpg_megatron.config.errors import UserError
+from rpg_megatron.config.files import read_json, read_text
 from rpg_megatron.system.foreign_input import ForeignInputError, read_foreign
 
 _LARGEST = 100_000_000
@@ -77,6 +78,22 @@ def added_after(tokenizer: Any) -> list[int]:
     plain, whole = (tokenizer(["a"], add_special_tokens=on)["input_ids"][0] for on in (False, True))
     ends = range(len(plain), len(whole) + 1)
     return next((list(whole[n:]) for n in ends if list(whole[n - len(plain) : n]) == list(plain)), [])
+
+
+def refuse_remote_code(model: Path) -> None:
+    """Refuse a tokenizer that needs Python code of its model, with UserError: for some families transformers
+    loads another one in its place, with other tokens.
+    """
+    try:
+        code = read_json(model / "tokenizer_config.json").get("auto_map")
+    except (OSError, ValueError, AttributeError):
+        return  # whoever reads the tokenizer reports it
+    if code.get("AutoTokenizer") if isinstance(code, dict) else code:
+        raise UserError(
+            f"model.path: the tokenizer of {model} needs Python code of its own (auto_map in "
+            "tokenizer_config.json), which is not run; convert it once to a tokenizer.json, as "
+            "docs/models.md shows for tiktoken (TikTokenConverter of transformers), and remove auto_map"
+        )
 
 
 def open_tokenizer(model: Path, *, chat: bool) -> FileTokenizer | None:

@@ -103,6 +103,8 @@ def engine_command(
     command += ["--max-model-len", str(context_length(settings, shape))]
     if shape.is_part:  # without the vision tower, whose inputs would be processed besides
         command += ["--language-model-only"]
+    if shape.fp8_files:  # the trainers send bfloat16
+        command += ["--hf-overrides", '{"quantization_config": null}']
     if shape.linear is not None:
         # The trainer's rule has its state in float32. Cached prefixes would need copies of the states, and
         # prompts that are split at blocks; but on a GPU vLLM stores routes by their blocks.

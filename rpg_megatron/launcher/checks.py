@@ -20,7 +20,7 @@ from inspect import signature
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, get_args
 
-from rpg_megatron.checkpoints.hf_files import describe_computed, list_checkpoint, list_untrained
+from rpg_megatron.checkpoints.hf_files import describe_stored, list_checkpoint, list_untrained
 from rpg_megatron.checkpoints.hf_hub import with_local_model
 from rpg_megatron.checkpoints.megatron_folder import weights_of
 from rpg_megatron.checkpoints.peft import check_adapter
@@ -125,10 +125,13 @@ def _check_placement(settings: Settings, nodes: int) -> list[str]:
 
 
 def _check_weights(settings: Settings) -> list[str]:
-    path = with_local_model(settings).model.path
+    local = with_local_model(settings)
+    path, teacher = local.model.path, local.teacher and local.teacher.path
     check_model(path)
-    note, untrained = describe_computed(list_checkpoint(path)), list_untrained(path, read_model_shape(path))
-    warnings = [f"model.path: {note}"] if note else []
+    untrained = list_untrained(path, read_model_shape(path))
+    notes = {"model": describe_stored(list_checkpoint(path))}
+    notes["teacher"] = describe_stored(list_checkpoint(teacher)) if teacher else ""
+    warnings = [f"{key}.path: {note}" for key, note in notes.items() if note]
     if parts := sorted({name.removeprefix("model.").partition(".")[0] for name in untrained}):
         count = f"{len(untrained)} tensors are not trained ({', '.join(parts)})"
         warnings.append(f"model.path: {count}; exports copy them from there, so keep it")

@@ -16,6 +16,7 @@ from pathlib import Path
 from rpg_megatron.checkpoints.hf_files import list_copied, verify_hf_checkpoint
 from rpg_megatron.config import ModelShape, Settings, UserError, read_model_shape
 from rpg_megatron.config.lora import ATTENTION_TARGETS, INTERLEAVED_TARGETS, OUTPUT_LAYER, LoraSettings
+from rpg_megatron.data.tokenizer_file import refuse_remote_code
 from rpg_megatron.engine.command import context_length, kv_bytes_per_token
 from rpg_megatron.launcher.layer_checks import check_hybrid_cache
 from rpg_megatron.launcher.nodes import NodeAssignment, check_span
@@ -75,6 +76,7 @@ def check_model(path: Path) -> ModelShape:
             f"model.path: {path} holds only a config.json, which is enough for plan; to train, give "
             "model.path=FOLDER of the complete checkpoint"
         )
+    refuse_remote_code(path)
     if not has_tokenizer(path):
         raise UserError(
             f"model.path: {path} holds no tokenizer ({', '.join(_TOKENIZER_FILES)}); copy it there"

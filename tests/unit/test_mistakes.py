@@ -247,6 +247,17 @@ MISTAKES = (
         "run model.path=MODELS/adapter",
         "is an adapter: set model.path to its base model",
     ),
+    M(
+        "code",
+        "run model.path=MODELS/kimi",
+        r"needs Python code .*once to a tokenizer\.json, as docs/models\.md",
+    ),
+    M("code in plan", "plan run.yaml model.path=MODELS/kimi", r"needs Python code .*remove auto_map"),
+    M(
+        "code in convert",
+        "convert hf-to-megatron --hf MODELS/kimi --out to",
+        r"the tokenizer of \S+kimi needs",
+    ),
     M("no tokenizer", "run model.path=MODELS/no-tokenizer", r"holds no tokenizer \(.*\); copy it there"),
     M(
         "no template",
@@ -480,10 +491,13 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("alike", "", {}),
         ("gemma", "", {"architectures": ["Gemma2ForCausalLM"], "model_type": "gemma2"}),
         ("awq", "", {"quantization_config": {"quant_method": "awq", "bits": 4}}),
+        ("kimi", "tokenizer.json", {}),
     ):
         shutil.copytree(MODEL, folder / name, ignore=shutil.ignore_patterns(without))
         config = json.loads((folder / name / "config.json").read_text())
         (folder / name / "config.json").write_text(json.dumps(config | settings))
+    code = {"auto_map": {"AutoTokenizer": ["tokenization_kimi.TikTokenTokenizer", None]}}
+    (folder / "kimi" / "tokenizer_config.json").write_text(json.dumps(code))
     file = folder / "other" / "tokenizer.json"
     tokenizer = json.loads(file.read_text())
     vocab = tokenizer["model"]["vocab"]

@@ -705,7 +705,7 @@ def test_every_spelling_of_llama3_rope_scaling(tmp_path: Path, spelling: dict[st
         ),
         (
             LLAMA | {"quantization_config": {"quant_method": "fp8"}},
-            r"quantization_config \('fp8'\): the trainer does not read quantised weights",
+            r"quantization_config \('fp8' with \{\"weight_block_size\": null\}\): the trainer does not read",
         ),
         (LLAMA | {"quantization_config": {}}, "quantization_config .* give the model in bfloat16"),
         (LLAMA | {"compression_config": {"quant_method": "compressed-tensors"}}, "compression_config"),

@@ -130,7 +130,7 @@ def _check_engine_model(settings: Settings, path: Path) -> None:
         engine_shape = read_model_shape(path)
     except UserError as e:
         raise UserError(f"--engine-model: {str(e).removeprefix('model.path: ')}") from None
-    policy, engine = asdict(policy_shape), asdict(engine_shape)
+    policy, engine = asdict(policy_shape) | {"fp8_files": False}, asdict(engine_shape)  # has bfloat16
     differing = [name for name in policy if name not in _MAY_DIFFER and policy[name] != engine[name]]
     if differing:
         listed = ", ".join(f"{name} {engine[name]}, not {policy[name]}" for name in differing)

@@ -25,6 +25,7 @@ from rpg_megatron.commands.convert.staging import Source, Staging
 from rpg_megatron.config import ModelShape, UserError, read_model_shape
 from rpg_megatron.config.files import atomic_write_text, copy_file, folder_size, places_of
 from rpg_megatron.config.lora import LoraSettings
+from rpg_megatron.data.tokenizer_file import refuse_remote_code
 from rpg_megatron.launcher.stopping import StopSignals
 from rpg_megatron.models.lora import AdapterMapping
 from rpg_megatron.models.mapping import ModelMapping
@@ -46,7 +47,7 @@ def open_hf(hf: Path) -> Source:
     layout = mapping_for(shape)
     stored = hf_files.verify_hf_checkpoint(hf, layout, one_dtype=True)
     dtype = next(tensor.dtype for name, tensor in stored.items() if name not in layout.float32)
-    note = hf_files.describe_computed(hf_files.list_checkpoint(hf))
+    note = hf_files.describe_stored(hf_files.list_checkpoint(hf))
     return Source(shape, layout, SAFETENSORS[dtype], hf, hf, hf, hf, {}, note=note)
 
 
@@ -110,7 +111,7 @@ def convert_to_megatron(source: Source, out: Path, signals: StopSignals, *, veri
     Returns what was done, as text. Raises UserError for user errors; RunFailed if, with ``verify``, logits
     differ or its process died; Interrupted after a signal. In these cases, no files are left.
     """
-    from rpg_megatron.checkpoints.hf_export import copy_untrained  # torch
+    from rpg_megatron.checkpoints.hf_export import changed_config, copy_untrained  # torch
     from rpg_megatron.commands.convert.convert import write_megatron
 
     with Staging(out, source.size, signals) as staging:
@@ -119,7 +120,7 @@ def convert_to_megatron(source: Source, out: Path, signals: StopSignals, *, veri
         staging.begin("converting", source.size)
         write_megatron(source, folder, staging.count)
         for name, file in hf_files.open_copied(source.config, source.root):
-            copy_file(file, folder / HF, name)
+            copy_file(file, folder / HF, name, changed_config(name, file, source.dtype))
         copy_untrained(source.folder, folder / HF, source.shape)
         staging.begin("checksums", folder_size(folder))
         metadata = CheckpointMetadata(version("megatron-core"), source.dtype, 1, 1)
@@ -154,6 +155,7 @@ def convert_to_hf(
 def _read_shape(folder: Path, root: Path) -> ModelShape:
     try:
         shape = read_model_shape(folder)
+        refuse_remote_code(folder)
         hf_files.list_copied(folder, root)  # raises for files that cannot be copied
         return shape
     except UserError as e:

@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from rpg_megatron.checkpoints.hf_export import export_adapter, export_hf
+from rpg_megatron.checkpoints.hf_import import read_all
 from rpg_megatron.checkpoints.megatron_tensors import MegatronTensors, find_places, whole_parameters
 from rpg_megatron.checkpoints.megatron_writer import MegatronWriter
 from rpg_megatron.checkpoints.parameter_readers import merged_reader, parameter_reader
@@ -95,8 +96,10 @@ class _Parameters(dict[str, Tensor]):
 
 
 def _read_source(source: Source) -> tuple[torch.dtype, Callable[[str], Tensor]]:
-    """The dtype of the result, and what reads a parameter of it from the Megatron checkpoint."""
+    """The dtype of the result, and what reads a parameter of it from the checkpoint."""
     layout, lora = source.layout, source.lora
+    if source.folder == source.config:  # a Hugging Face checkpoint in FP8
+        return (dtype := torch_dtype(source.dtype)), parameter_reader(source.folder, layout, dtype)
     if lora is None or isinstance(layout, AdapterMapping):
         stored = MegatronTensors(source.folder, layout)
         return torch_dtype(stored.dtype), stored.parameter
@@ -178,9 +181,10 @@ def compare(hf: Path, sequences: list[list[int]], logits: list[Tensor]) -> str:
     kind = getattr(transformers, read_json(hf / "config.json", *places_of(hf))["architectures"][0])
     config = kind.config_class.from_pretrained(hf, local_files_only=True)
     config.model_type = kind.config_class.model_type
-    model = kind.from_pretrained(
-        hf, config=config, dtype=torch.float32, local_files_only=True, use_safetensors=True
-    ).eval()
+    vars(config).pop("quantization_config", None)  # it would not round to bfloat16, and needs whole blocks
+    weights = read_all(hf) if read_model_shape(hf).fp8_files else None
+    options = {"dtype": torch.float32, "local_files_only": True, "use_safetensors": True}
+    model = kind.from_pretrained(None if weights else hf, config=config, state_dict=weights, **options).eval()
     difference, largest, worst = 0.0, 0.0, ""
     for number, (tokens, ours) in enumerate(zip(sequences, logits, strict=True)):
         with torch.no_grad():

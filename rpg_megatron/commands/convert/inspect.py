@@ -13,7 +13,7 @@ from typing import Any
 
 from rpg_megatron.checkpoints import megatron_folder as megatron_files
 from rpg_megatron.checkpoints.checkpoint_path import find_model_files, kind_of, open_step
-from rpg_megatron.checkpoints.hf_files import describe_computed, list_checkpoint, verify_hf_checkpoint
+from rpg_megatron.checkpoints.hf_files import describe_stored, list_checkpoint, verify_hf_checkpoint
 from rpg_megatron.checkpoints.index import read_index
 from rpg_megatron.config import UserError, read_model_shape
 from rpg_megatron.config.files import places_of, real_path
@@ -139,7 +139,7 @@ def _inspect_hf(folder: Path) -> Inspection:
     if stored:
         inspection.attempt(lambda: verify_hf_checkpoint(folder, mapping_for(read_model_shape(folder))))
     inspection.checked = "files are as long as their headers say; tensors are those of config.json"
-    if note := describe_computed(stored):
+    if note := describe_stored(stored):
         inspection.checked += f"; {note}"
     return inspection
 

@@ -12,7 +12,7 @@ from typing import Any
 from rpg_megatron.checkpoints.checkpoint_path import EXPORTS, kind_of, list_exports, open_step
 from rpg_megatron.checkpoints.hf_hub import download
 from rpg_megatron.checkpoints.run_folder import MODEL
-from rpg_megatron.commands.convert.command import open_megatron
+from rpg_megatron.commands.convert.command import open_hf, open_megatron
 from rpg_megatron.commands.convert.staging import Source
 from rpg_megatron.config import Settings, UserError, read_model_shape
 from rpg_megatron.config.affects import tag_of_setting
@@ -80,7 +80,7 @@ class EvalModel:
     run: Path | None
     """The run that wrote it, if any."""
     source: Source | None = None
-    """A checkpoint of Megatron's format, which must be converted for the engines; None: ``path`` is HF's."""
+    """A checkpoint of Megatron's format or in FP8, which must be converted for the engines; None: not so."""
 
     @property
     def config(self) -> Path:
@@ -218,7 +218,7 @@ def find_model(path: Path) -> EvalModel:
     export of that step if there is one. Raises UserError.
     """
     if is_hub_id(path) and not path.exists() and path.parent.name != "runs":
-        return EvalModel(download(str(path), key="MODEL"), None)
+        path = download(str(path), key="MODEL")
     kind, whole = kind_of(path, "MODEL"), path.absolute()
     run, exports = None, []
     if kind == "hf":
@@ -231,7 +231,8 @@ def find_model(path: Path) -> EvalModel:
         exports = [e for e in list_exports(run) if (e.name, MODEL) == (step.folder.name, step.weights.name)]
     run = run if run is not None and (run / CONFIG).is_file() else None
     if exports:
-        return EvalModel(exports[-1], run)
+        converted = read_model_shape(exports[-1]).fp8_files  # engines are to have what a run trains
+        return EvalModel(exports[-1], run, open_hf(exports[-1]) if converted else None)
     source = open_megatron(path, name="MODEL")
     return EvalModel(source.whole, run, source)
 
