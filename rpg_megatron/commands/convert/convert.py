@@ -107,9 +107,6 @@ def _read_source(source: Source) -> tuple[torch.dtype, Callable[[str], Tensor]]:
     return torch_dtype(adapters.dtype), merged_reader(source.config, layout, adapters, lora)
 
 
-# -- verification -------------------------------------------------------------------------------------------
-
-
 def verify_logits(source: Source, megatron: Path, hf: Path) -> str:
     """Compare the logits of the two checkpoints of a conversion; returns the result as a line.
 
