@@ -129,6 +129,10 @@ def test_a_job_that_can_work(config_file: Path, command: str) -> None:
     assert gpus_a_node(on_gpus.model_copy(update={"engine": shared}), 1) == 2
     apart = on_gpus.cluster.model_copy(update={"trainer_nodes": 1, "engine_nodes": 1})
     assert gpus_a_node(on_gpus.model_copy(update={"cluster": apart}), 2) == 4
+    spans = on_gpus.changed(
+        engine={"replicas": 1, "tensor": 8}, cluster={"trainer_nodes": 1, "engine_nodes": 2}
+    )
+    assert gpus_a_node(spans, 3) == 4
 
 
 @pytest.mark.parametrize(
