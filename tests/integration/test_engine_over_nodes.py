@@ -4,8 +4,8 @@ Why: an engine whose workers on another node kept old weights, or were started a
 sample nonsense. Two launchers on one machine are two nodes: each has folders of its own and one of the
 engine's two workers. They join by TCP and compute by gloo, not in shared memory, whose name vLLM draws on
 each node. Real ranks and engine in float32, weights sent as messages, five steps, and a worker killed on each
-node. Proved: the log-probs of all steps are the trainer's to 1e-4, before and after the restarts. Not
-covered: GPUs (so no NCCL), two machines, several workers on a node.
+node; also with adapters, and with routes, which come from the first node alone. Proved: the log-probs of all
+steps are the trainer's to 1e-4, before and after the restarts. Not covered: GPUs (so no NCCL), two machines, several workers on a node.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import pytest
 
 from tests.support.commands import Command, read_proc_file
 from tests.support.node_runs import Nodes
-from tests.support.runs import QUICKSTART_MOE
+from tests.support.runs import QUICKSTART, QUICKSTART_MOE
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(3600)]
 
@@ -70,16 +70,19 @@ def test_a_worker_killed_on_each_node(tmp_path: Path) -> None:
         assert run.log(name).count("; restart ") == 2
 
 
-def test_adapters_and_replayed_routes(tmp_path: Path) -> None:
-    """Both nodes' workers have slots of adapters; a mixture's routes come from the first node alone."""
-    more = [
-        "training.steps=2",
-        "parallel={data: 2, expert: 2}",
-        "training.router_replay=rollout",
-        "lora={rank: 8, alpha: 16, targets: [q_proj, k_proj, v_proj, o_proj]}",
-    ]
-    run = Nodes(tmp_path, "mixture", 2, *MORE, *more, config=QUICKSTART_MOE).end()
+@pytest.mark.parametrize(
+    ("config", "more"),
+    [
+        (QUICKSTART, ["lora={rank: 8, alpha: 16}"]),  # the workers of both nodes have slots of adapters
+        (QUICKSTART_MOE, ["training.router_replay=rollout", "parallel={data: 2, expert: 2}"]),
+    ],
+    ids=["adapters", "routes"],
+)
+def test_adapters_and_replayed_routes(tmp_path: Path, config: Path, more: list[str]) -> None:
+    run = Nodes(tmp_path, "two", 2, *MORE, *more, "training.steps=2", config=config).end()
     rows = run.rows()
     assert [row["sync/version"] for row in rows[1:]] == [1, 2]
-    assert rows[1]["routes/changed"] == 0
+    assert [row["engine/restarts"] for row in rows[1:]] == [0, 0]
     assert max(row["mismatch/logp_max"] for row in rows[1:]) <= 1e-4
+    assert rows[1].get("routes/changed", 0) == 0
+    assert ("routes/changed" in rows[1]) == (config == QUICKSTART_MOE)
