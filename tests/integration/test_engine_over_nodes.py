@@ -4,8 +4,9 @@ Why: an engine whose workers on another node kept old weights, or were started a
 sample nonsense. Two launchers on one machine are two nodes: each has folders of its own and one of the
 engine's two workers. They join by TCP and compute by gloo, not in shared memory, whose name vLLM draws on
 each node. Real ranks and engine in float32, weights sent as messages, five steps, and a worker killed on each
-node; also with adapters, and with routes, which come from the first node alone. Proved: the log-probs of all
-steps are the trainer's to 1e-4, before and after the restarts. Not covered: GPUs (so no NCCL), two machines, several workers on a node.
+node; also adapters, and routes, which come from the first node alone. Proved: the log-probs of all steps are
+the trainer's to 1e-4, before and after the restarts. Not covered: GPUs (so no NCCL), two machines, several
+workers on a node.
 """
 
 from __future__ import annotations
