@@ -191,7 +191,7 @@ def _parts(settings: Settings, nodes: int) -> int:
     return 1 if engine.colocated or engine.tensor % parts else parts
 
 
-def check_span(settings: Settings, assignment: NodeAssignment, gpus: int) -> None:
+def refuse_idle_gpus(settings: Settings, assignment: NodeAssignment, gpus: int) -> None:
     """Check that engines on several nodes, each of which has ``gpus``, use all that ranks leave. Raises
     UserError.
     """

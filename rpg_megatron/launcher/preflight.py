@@ -19,7 +19,7 @@ from rpg_megatron.config.lora import ATTENTION_TARGETS, INTERLEAVED_TARGETS, OUT
 from rpg_megatron.data.tokenizer_file import refuse_remote_code
 from rpg_megatron.engine.command import context_length, kv_bytes_per_token
 from rpg_megatron.launcher.layer_checks import check_hybrid_cache
-from rpg_megatron.launcher.nodes import NodeAssignment, check_span
+from rpg_megatron.launcher.nodes import NodeAssignment, refuse_idle_gpus
 from rpg_megatron.models.lora import HEAD_ROWS, AdapterMapping, check_heads, projection_shape
 from rpg_megatron.models.registry import check_experts, check_layout, mapping_for
 from rpg_megatron.system import process_groups
@@ -366,7 +366,7 @@ def check_gpus(settings: Settings, assignment: NodeAssignment) -> None:
             f"device is cuda, but no GPU is visible (nvidia-smi -L, CUDA_VISIBLE_DEVICES); {hint}"
         )
     ranks, engines = len(assignment.ranks), len(assignment.engines) * assignment.workers(settings)
-    check_span(settings, assignment, count)
+    refuse_idle_gpus(settings, assignment, count)
     if settings.engine.colocated:
         engines = 0
     if ranks + engines > count:

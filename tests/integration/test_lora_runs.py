@@ -19,7 +19,7 @@ import pytest
 from rpg_megatron.data.rollout_files import read_rollouts, rollouts_file
 from tests.support.engine import install_plugin
 from tests.support.lora_faults import FAULTS
-from tests.support.runs import TrainCommand
+from tests.support.runs import QUICKSTART, TrainCommand
 from tests.support.tiny_models import write_byte_model
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(1800)]
@@ -130,4 +130,20 @@ def test_responses_continue_over_updates_of_adapters(tmp_path: Path) -> None:
             assert t.versions.max() < row["step"]
             mixed += len(set(t.versions.tolist())) > 1
     assert mixed > 0
+    run.assert_nothing_left()
+
+
+def test_two_workers_serve_the_adapters_of_a_mixture(tmp_path: Path) -> None:
+    """Workers are processes of their own, which check no configuration."""
+    run = Run(
+        tmp_path,
+        f"model.path={QUICKSTART.parent / 'quickstart' / 'moe_model'}",
+        "parallel={data: 2, expert: 2}",
+        "engine.tensor=2",
+        "lora={rank: 8, alpha: 16, targets: [q_proj, k_proj, v_proj, o_proj]}",
+        "optimizer.lr=1e-3",
+    )
+    code, err = run.finish(900)
+    assert code == 0, run.out.read_text() + err
+    assert all(row["mismatch/logp_max"] <= 1e-4 for row in run.rows()[1:])
     run.assert_nothing_left()

@@ -240,7 +240,7 @@ MISTAKES = (
     M(
         "quantised",
         "run model.path=MODELS/awq",
-        "does not read quantised weights; give the model in bfloat16",
+        r"does not read quantised weights, but for FP8 .*; give the model in bfloat16",
     ),
     M(
         "adapter for model",

@@ -13,6 +13,8 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
+_PLAIN_EXPERTS = "RPG_PLAIN_EXPERTS"
+
 
 def adapt_to_cpu() -> None:
     """Adapt this vLLM process, if it is one for a CPU."""
@@ -24,6 +26,8 @@ def adapt_to_cpu() -> None:
         _stand_in_for_torchvision()
     _compute_delta_nets_in_float32()
     _adapt_config(current_platform)
+    if _PLAIN_EXPERTS in os.environ:  # a worker, which gets a configuration that was checked elsewhere
+        _compute_experts_without_adapters()
 
 
 class _Absent(ModuleType):
@@ -88,6 +92,7 @@ def _adapt_config(current_platform: Any) -> None:
         if config.parallel_config.world_size == 1:
             os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "fork"
         if config.lora_config is not None and config.model_config.is_moe:
+            os.environ[_PLAIN_EXPERTS] = "1"
             _compute_experts_without_adapters()
 
     platform.check_and_update_config = classmethod(check_and_fork)

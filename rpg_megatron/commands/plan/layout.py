@@ -11,7 +11,7 @@ from rpg_megatron.config import ModelShape, Settings, UserError
 from rpg_megatron.config.lora import LoraSettings
 from rpg_megatron.config.policy import FP8Settings, ParallelSettings
 from rpg_megatron.data.packing import padded_length, sequence_multiple
-from rpg_megatron.launcher.nodes import assign_node, check_span
+from rpg_megatron.launcher.nodes import assign_node, refuse_idle_gpus
 from rpg_megatron.models.lora import AdapterMapping, projection_shape
 from rpg_megatron.models.partition import ALL_EXPERTS, ExpertShard, RankCoordinates
 from rpg_megatron.models.registry import mapping_for
@@ -208,7 +208,7 @@ def count_gpus(settings: Settings, per_node: int = 8) -> Gpus:
         try:
             shares = [assign_node(settings, node, count) for node in range(count)]
             for share in shares:
-                check_span(settings, share, per_node)
+                refuse_idle_gpus(settings, share, per_node)
         except UserError as e:
             why = why or str(e)
             continue
