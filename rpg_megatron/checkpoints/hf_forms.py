@@ -81,7 +81,10 @@ def join_scales(stored: Mapping[str, StoredTensor]) -> tuple[dict[str, StoredTen
         blocks = (*shape[:-2], *(-(-size // BLOCK) for size in shape[-2:]))
         if scale is None or len(shape) < 2 or scale.shape != blocks or scale.dtype not in SAFETENSORS:
             found = f"{list(scale.shape)} {scale.dtype}" if scale else "missing"
-            wrong.append(f"{name} is {found}, not {list(blocks)} F32" if shape else f"{name} ({found})")
+            wanted = f"not {list(blocks)} F32" if len(shape) > 1 else "of a vector"
+            other = stored.get(name.removesuffix(_SCALE))
+            kind = f"a tensor in {other.dtype}" if other else "no tensor"
+            wrong.append(f"{name} is {found}, {wanted}" if name in fp8 else f"{name} is of {kind}")
     joined = {
         name: replace(t, dtype="BF16", scale=stored.get(name + _SCALE)) if t.dtype == _FP8 else t
         for name, t in stored.items()

@@ -60,8 +60,8 @@ class Family:
     partial_rope: bool = False
     """``partial_rotary_factor`` counts."""
     fixed: dict[str, tuple[Any, ...]] = field(default_factory=dict)
-    """Key -> the values that it may have besides null; none: false. With others vLLM would compute something
-    else than transformers, or released models have no others.
+    """Key -> the values that it may have besides null, which is refused beside true; none: false. With others
+    vLLM would compute something else than transformers, or released models have no others.
     """
     defaults: dict[str, float] = field(default_factory=dict)
     """Values of keys that config.json may lack, where transformers' differ between families."""

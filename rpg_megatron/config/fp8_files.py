@@ -17,6 +17,7 @@ _READ: dict[str, tuple[Any, ...]] = {
     "scale_fmt": ("float", "ue8m0", None),
     "weight_per_tensor": (False, None),
     "act_per_tensor": (False, None),
+    "dequantize": (False, None),
 }
 """Key -> values that are read; None: the key is absent."""
 _NAMES = ("modules_to_not_convert", "modules_to_convert", "ignored_layers")

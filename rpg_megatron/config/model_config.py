@@ -206,7 +206,8 @@ def _refuse_variants(file: Path, raw: dict[str, Any], family: Family) -> None:
         problems.append(f"hidden_act={shorten(repr(raw['hidden_act']), 80)} is not supported; known: silu")
     for key, values in family.fixed.items():
         value = raw.get(key)
-        if value is not None and (value not in values if values else value is not False):
+        null = key in raw and value is None and True in values  # others read null as false
+        if null or (value is not None and (value not in values if values else value is not False)):
             known = ", ".join(json.dumps(v) for v in values) or "none"
             problems.append(
                 f"{key}={shorten(ascii(value), 80)} is not supported for {family.name}; released models "
@@ -232,13 +233,15 @@ def _refuse_variants(file: Path, raw: dict[str, Any], family: Family) -> None:
         rope = _rope_settings(raw, family, kind)
         if rope["rope_type"] not in family.ropes:
             problems.append(
-                f"rope type {rope['rope_type']!r} is not supported for {family.name}; known: "
-                f"{', '.join(family.ropes)}"
+                f"rope type {shorten(ascii(rope['rope_type']), 80)} is not supported for {family.name}; "
+                f"known: {', '.join(family.ropes)}"
             )
         if rope.get("type", rope["rope_type"]) != rope["rope_type"]:
             problems.append(
                 "rope_type and type differ, with which vLLM does not start; keep the one that is right"
             )
+        if rope["rope_type"] == "default" and (rope.get("rope_dim") or rope.get("use_fope")):
+            problems.append("rope_dim and use_fope are of vLLM alone; remove them")
         if rope["partial_rotary_factor"] != 1 and not family.partial_rope:
             problems.append("partial_rotary_factor is not 1; only rotation of the whole head is supported")
     if problems:
@@ -314,6 +317,8 @@ def _rope_settings(raw: dict[str, Any], family: Family, kind: str) -> dict[str, 
     rope = dict(rope)
     theta = raw.get("rope_theta")
     if any(isinstance(value, dict) for value in rope.values()):
+        if not all(isinstance(value, dict | None) for value in rope.values()):
+            raise ValueError("rope_parameters has blocks with settings beside them; keep one of the two")
         rope = dict(rope.get(kind) or {})
     elif kind == _SLIDING and family.windows == "some":
         rope, theta = {}, None

@@ -234,6 +234,10 @@ def test_yarn_is_read_as_transformers_does(
         ({"rope_type": "linear"}, "rope type 'linear' is not supported for qwen3; known: default, yarn"),
         ({"rope_type": ["yarn"]}, r"rope type \['yarn'\] is not supported for qwen3"),
         ({"rope_theta": "1e6"}, "rope_theta is 1e6; it must be a number"),
+        ({"x": {"y": 1}}, "blocks with settings beside them"),  # which readers take for a key
+        ({"rope_type": "x" * 500}, r"rope type 'x{79}\.\.\. is not supported"),
+        ({"rope_type": "default", "rope_dim": 4}, "rope_dim and use_fope are of vLLM alone"),
+        ({"rope_type": "default", "use_fope": True}, "rope_dim and use_fope are of vLLM alone"),
     ],
 )
 def test_yarn_that_transformers_or_vllm_computes_otherwise_is_refused(
@@ -579,6 +583,12 @@ def test_cost_of_latent_attention(tmp_path: Path) -> None:
         ({"topk_method": "greedy"}, "topk_method='greedy' is not supported for deepseek_v3; released"),
         ({"scoring_func": "softmax"}, "scoring_func='softmax' is not supported"),
         ({"rope_interleave": False}, "rope_interleave=False is not supported"),
+        (
+            {"architectures": ["Glm4MoeLiteForCausalLM"], "rope_scaling": None, "first_k_dense_replace": 0},
+            r"mlp_layer_types and first_k_dense_replace \(0\) differ",  # transformers has one dense layer
+        ),
+        ({"rope_interleave": None}, "rope_interleave=None is not supported"),  # transformers: false
+        ({"norm_topk_prob": None}, "norm_topk_prob=None is not supported"),  # and vLLM, too
         ({"moe_layer_freq": 2}, "moe_layer_freq=2 is not supported"),
         ({"attention_bias": True}, "attention_bias=true is not supported for deepseek_v3"),
         ({"num_key_value_heads": 2}, "num_key_value_heads is 2 of 6 heads"),
