@@ -25,7 +25,10 @@ _OURS = {
         ("--pipeline-parallel-size", "-pp"),
         "engines have no pipeline stages; remove it and raise engine.tensor, also over several nodes",
     ),
-    **dict.fromkeys(("--tensor-parallel-size", "-tp"), "set engine.tensor instead"),
+    **dict.fromkeys(
+        ("--tensor-parallel-size", "-tp", "--prefill-context-parallel-size", "-pcp"),
+        "set engine.tensor instead",
+    ),
     **dict.fromkeys(("--data-parallel-size", "-dp"), "set engine.replicas instead"),
     **dict.fromkeys(
         ("--nnodes", "-n", "--node-rank", "-r", "--master-addr", "--master-port", "--headless"),
@@ -50,7 +53,8 @@ def check_engine_arguments(settings: Settings) -> None:
     for argument in settings.engine.arguments:
         given = argument.partition("=")[0].replace("_", "-")
         for option, instead in _OURS.items():
-            if given == option or (len(given) > 4 and option.startswith(given)):
+            short = len(given) > 3 and option.startswith(given)
+            if given == option or short or re.fullmatch(rf"{option}\d+", given):  # -n2
                 raise UserError(f"engine.arguments: {given}: {instead}")
     options = [argument for argument in settings.engine.arguments if argument.startswith("--")]
     known = option_names() if options else set()

@@ -116,7 +116,7 @@ def _check_placement(settings: Settings, nodes: int) -> list[str]:
     parts = max(assign_node(settings, node, nodes).parts for node in range(nodes))
     if parts == 1:
         return []
-    if any(name.startswith("--distributed-executor") for name in settings.engine.arguments):
+    if any(name.replace("_", "-").startswith("--distributed-e") for name in settings.engine.arguments):
         raise UserError(
             f"engine.arguments: --distributed-executor-backend: each engine is on {parts} nodes, where the "
             "launcher starts its workers; remove it"

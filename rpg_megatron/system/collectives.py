@@ -11,6 +11,8 @@ it. ``kind`` is the type of the object, as for ``encoding.decode``.
 from __future__ import annotations
 
 import os
+import socket
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
@@ -57,6 +59,19 @@ def _single_rank_group(_store: Any, rank: int, size: int, _timeout: Any) -> Fake
 
 
 dist.Backend.register_backend(SINGLE_RANK, _single_rank_group, devices=["cpu", "cuda"])
+
+
+def bind_stores() -> None:
+    """Let torch's own rendezvous by TCP listen at its address only, not on every network interface."""
+    module: Any = sys.modules["torch.distributed.rendezvous"]
+
+    def store(**options: Any) -> dist.TCPStore:
+        if options["is_master"]:
+            listener = socket.create_server((options["host_name"], options["port"]), backlog=4096)
+            options["master_listen_fd"] = listener.detach()
+        return dist.TCPStore(**options)
+
+    module.TCPStore = store
 
 
 def share_gloo_devices() -> None:

@@ -302,12 +302,16 @@ NO_STAGES = "engines have no pipeline stages; remove it and raise engine.tensor,
             )
         ),
         ("-pp=2", f"-pp: {NO_STAGES}"),
+        ("-pcp=2", "-pcp: set engine.tensor instead"),
         ("--pipeline_par", f"--pipeline-par: {NO_STAGES}"),
         ("--tensor-parallel-size", "--tensor-parallel-size: set engine.tensor instead"),
-        (
-            "--nnodes",
-            "--nnodes: the launcher sets it, by engine.replicas, engine.tensor and "
-            "cluster.engine_nodes; remove it",
+        *(
+            (
+                name + value,
+                f"{name}: the launcher sets it, by engine.replicas, engine.tensor and "
+                "cluster.engine_nodes; remove it",
+            )
+            for name, value in (("--nnodes", ""), ("--nn", "=2"), ("-n2", ""))
         ),
     ],
 )

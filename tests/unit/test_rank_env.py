@@ -8,6 +8,7 @@ covered: that it is fast (GPUs).
 from __future__ import annotations
 
 import os
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -26,6 +27,7 @@ from rpg_megatron.launcher.rank_env import NodeSpec, rank_starts
 from rpg_megatron.launcher.scratch_dirs import Workspace
 from rpg_megatron.policy import device
 from rpg_megatron.policy.device import _open_store, bind_to_numa_node, start_device
+from rpg_megatron.system.collectives import bind_stores
 from rpg_megatron.training import batch_scatter
 from rpg_megatron.training.weight_sync import open_publisher
 
@@ -146,6 +148,19 @@ def test_ranks_of_several_nodes_meet_at_one_address_only(monkeypatch: pytest.Mon
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
     monkeypatch.setenv("MASTER_PORT", str(port := free_ports("127.0.0.1", 1)[0]))
     store = _open_store(0)
+    addresses = [c.laddr for c in psutil.Process().net_connections("tcp") if c.status == psutil.CONN_LISTEN]
+    assert [address.ip for address in addresses if address.port == port] == ["127.0.0.1"]
+    del store
+
+
+def test_the_workers_of_an_engine_on_several_nodes_meet_at_one_address_only(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Torch's own rendezvous, which vLLM takes there."""
+    monkeypatch.setattr(sys.modules["torch.distributed.rendezvous"], "TCPStore", None)  # restored at the end
+    bind_stores()
+    (port,) = free_ports("127.0.0.1", 1)
+    store, *_ = next(torch.distributed.rendezvous(f"tcp://127.0.0.1:{port}?world_size=1&rank=0"))
     addresses = [c.laddr for c in psutil.Process().net_connections("tcp") if c.status == psutil.CONN_LISTEN]
     assert [address.ip for address in addresses if address.port == port] == ["127.0.0.1"]
     del store

@@ -65,7 +65,6 @@ limit: what other software does, and does not
   with pickled objects | | TCP from node to node
   none: whoever can change its store
 integration/test_engine_over_nodes.py::test_a_worker_killed_on_each_node
-  TCP at the first of an engine's nodes
 limit: needs GPUs, another kernel or another machine
   from Linux 6.7
   The filter exists for x86_64 and aarch64
@@ -294,6 +293,8 @@ unit/test_rank_env.py::test_ranks_of_one_node_meet_in_a_private_file
   TCP on loopback
 unit/test_rank_env.py::test_ranks_of_several_nodes_meet_at_one_address_only
   TCP at the cluster address of rank 0 | several nodes: none
+unit/test_rank_env.py::test_the_workers_of_an_engine_on_several_nodes_meet_at_one_address_only
+  TCP at the cluster address of the first of an engine's nodes
 unit/test_rank_env.py::test_the_measurement_of_the_network_listens_at_one_address_only
   TCP at the cluster address of the first node, for seconds
 unit/test_rank_env.py::test_every_rank_has_the_token_from_its_environment_alone

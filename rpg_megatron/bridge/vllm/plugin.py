@@ -59,7 +59,7 @@ from rpg_megatron.bridge.vllm.trace import WorkerTrace, trace_file
 from rpg_megatron.bridge.vllm.weight_loader import ModelPlan, load_published, record_plan, restore_layers
 from rpg_megatron.config.cluster import BRIDGE_VARIABLE, TOKEN_VARIABLE
 from rpg_megatron.models.boxes import Box
-from rpg_megatron.system.collectives import share_gloo_devices
+from rpg_megatron.system.collectives import bind_stores, share_gloo_devices
 
 BACKEND = "rpg_pull"
 _NO_WEIGHTS = ModelPlan((), [])
@@ -419,6 +419,7 @@ def register() -> None:
         accept_routes_on_cpu()
         adapt_to_cpu()
         _use_file_rendezvous()
+        bind_stores()  # of an engine on several nodes
         share_gloo_devices()
 
 
