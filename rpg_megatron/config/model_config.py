@@ -381,6 +381,8 @@ def _yarn(rope: dict[str, Any], family: Family, original: int) -> YarnRope:
         known += ["mrope_section", "mrope_interleaved"]
     if unknown := {key: value for key, value in rope.items() if key not in known}:
         raise ValueError(f"rope scaling of type yarn with {shorten(ascii(unknown), 80)} is not supported")
+    if rope["rope_theta"] == 1:
+        raise ValueError("rope_theta is 1 with YaRN; all frequencies would be the same")
     factor = read_positive("factor", rope["factor"])
     magnitude = rope.get("attention_factor")
     if family.latent:  # vLLM multiplies by an attention_factor, transformers replaces by it

@@ -34,8 +34,9 @@ _OURS = {
         ("--nnodes", "-n", "--node-rank", "-r", "--master-addr", "--master-port", "--headless"),
         "the launcher sets it, by engine.replicas, engine.tensor and cluster.engine_nodes; remove it",
     ),
+    "--trust-remote-code": "no Python code of a model is run; remove it",
 }
-"""Options that place an engine's workers -> what to do instead."""
+"""Options that place an engine's workers, or run code -> what to do instead."""
 _LEAST, _LEAST_PARSERS = 100, 10
 """Fewer mean that vLLM defines them elsewhere; then nothing is checked."""
 

@@ -288,6 +288,7 @@ NO_STAGES = "engines have no pipeline stages; remove it and raise engine.tensor,
         ("--compilation-config.mode=3", None),
         ("--no-enable-prefix-caching", None),
         ("-O3", None),
+        ("--trust_remote_code", "--trust-remote-code: no Python code of a model is run; remove it"),
         *(
             (
                 f"{name}{value}",

@@ -607,6 +607,7 @@ def test_cost_of_latent_attention(tmp_path: Path) -> None:
             "mscale_all_dim is 0; it must be a number greater",
         ),
         ({"rope_scaling": MLA_YARN | {"attention_factor": 1.0}}, "with attention_factor is not supported"),
+        ({"rope_scaling": MLA_YARN, "rope_theta": 1.0}, "rope_theta is 1 with YaRN; all frequencies"),
         (
             {"rope_scaling": MLA_YARN | {"type": "linear"}},
             "rope type 'linear' is not supported for deepseek_v3",
