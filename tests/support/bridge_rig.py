@@ -129,7 +129,7 @@ DEEPSEEK: dict[str, Any] = {
     "scoring_func": "sigmoid",  # vLLM reads these two, which transformers does not write
     "topk_method": "noaux_tc",
 }
-YARN = {
+LATENT_YARN = {
     "rope_type": "yarn",
     "rope_theta": 1e4,
     "factor": 4.0,
@@ -271,7 +271,7 @@ MODELS: dict[str, Callable[[], Any]] = {
         )
     ),
     "deepseek-v3": lambda: DeepseekV3ForCausalLM(
-        DeepseekV3Config(**DEEPSEEK | {"n_group": 2}, rope_parameters=YARN)
+        DeepseekV3Config(**DEEPSEEK | {"n_group": 2}, rope_parameters=LATENT_YARN)
     ),
     "moonlight": lambda: DeepseekV3ForCausalLM(
         DeepseekV3Config(
