@@ -36,11 +36,17 @@ class SandboxLimits:
     the limit of each file, on the disk of $TMPDIR."""
 
 
+_LEAST_MEMORY = 8
+"""MiB. What a program takes is measured as it runs, and with less it depends on the pages that others share."""
+
+
 def find_problem(limits: SandboxLimits = SandboxLimits()) -> str | None:
     """Why this machine cannot run programs with these limits; None if it can. Another process tries it."""
     for name in ("seconds", "memory_mib", "processes", "files_mib", "output"):
         if not 0 < (value := getattr(limits, name)) < math.inf:
             return f"{name} is {value}; give a number above 0"
+    if limits.memory_mib < _LEAST_MEMORY:
+        return f"memory_mib is {limits.memory_mib}, too low for any program; give at least {_LEAST_MEMORY}"
     image, least = limits.image, ".".join(map(str, LEAST_BWRAP))
     if shutil.which("apptainer" if image else "bwrap") is None:
         return (

@@ -403,7 +403,10 @@ def test_limits_that_are_none_are_refused(setting: str, value: float) -> None:
 
 
 def test_too_little_memory_is_told() -> None:
-    assert "limit of memory: too low for any program" in (find_problem(SandboxLimits(memory_mib=1)) or "")
+    assert find_problem(SandboxLimits(memory_mib=7)) == (
+        "memory_mib is 7, too low for any program; give at least 8"
+    )
+    assert find_problem(SandboxLimits(memory_mib=64)) is None
 
 
 def stand_in(folder: Path, monkeypatch: pytest.MonkeyPatch, says: str) -> str | None:
