@@ -128,6 +128,7 @@ def test_adapters_of_a_released_hybrid(
     with torch.no_grad():
         plain, expected = base(tokens).logits, merged(tokens).logits
         adapted = PeftModel.from_pretrained(base, str(run / "adapters" / "step_000002")).eval()
-        torch.testing.assert_close(adapted(tokens).logits, expected, atol=2e-5, rtol=0)
+        # Norms of hybrids amplify the rounding of float32, on each CPU another one: 2.2e-5 was seen.
+        torch.testing.assert_close(adapted(tokens).logits, expected, atol=1e-4, rtol=0)
     assert (plain - expected).abs().max() > 1e-2
     assert not any("visual" in name for name, _ in adapted.named_parameters() if "lora_" in name)
