@@ -49,6 +49,7 @@ LAYER_TESTS = [
         "tests/unit/test_mappings_against_megatron_bridge.py",
         "tests/unit/test_packed_attention.py",
         "tests/unit/test_hf_checkpoints.py",
+        "tests/unit/test_fp8_files.py",
         "tests/unit/test_layer_checks.py",
         "tests/unit/test_audit_verdict.py",
         "tests/unit/test_checks.py",
