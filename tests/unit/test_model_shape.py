@@ -950,3 +950,14 @@ def test_a_file_that_no_reader_can_take_is_one_message(tmp_path: Path, text: str
 )
 def test_a_window_that_no_layer_uses_is_no_obstacle(tmp_path: Path, raw: dict[str, object]) -> None:
     assert read(tmp_path, raw).family == "qwen2"
+
+
+@pytest.mark.parametrize("start", ["", "model."])
+@pytest.mark.parametrize("part", ["vision_tower.", "multi_modal_projector."])
+def test_parts_of_mistral_small_are_known_by_older_and_newer_names(
+    tmp_path: Path, start: str, part: str
+) -> None:
+    text = MISTRAL | {"model_type": "mistral"}
+    shape = read(tmp_path, {"architectures": ["Mistral3ForConditionalGeneration"], "text_config": text})
+    assert f"{start}{part}weight".startswith(shape.untrained)
+    assert not f"{start}language_model.layers.0.weight".startswith(shape.untrained)
