@@ -37,7 +37,7 @@ class SandboxLimits:
 
 
 _LEAST_MEMORY = 8
-"""MiB. What a program takes is measured as it runs, and with less it depends on the pages that others share."""
+"""MiB. With less, whether a short program is ended depends on the pages that others share."""
 
 
 def find_problem(limits: SandboxLimits = SandboxLimits()) -> str | None:
