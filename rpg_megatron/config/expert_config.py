@@ -66,8 +66,6 @@ def _sigmoid_experts(raw: dict[str, Any], family: Family, layers: int) -> Expert
             f"({layers}), and 0 or more"
         )
     kinds = raw.get("mlp_layer_types")  # which transformers reads, and vLLM the other key
-    if kinds is None and family.name == "glm4_moe_lite":  # transformers' default
-        kinds = ["dense"] + ["sparse"] * (layers - 1)
     if kinds not in (None, ["dense"] * dense + ["sparse"] * (layers - dense)):
         raise ValueError(f"mlp_layer_types and first_k_dense_replace ({dense}) differ")
     if layers * count > _MOST_EXPERTS:

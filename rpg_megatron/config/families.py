@@ -186,7 +186,9 @@ FAMILIES["Glm4MoeLiteForCausalLM"] = replace(
     name="glm4_moe_lite",
     models="GLM-4.7-Flash",
     ropes=("default",),
-    required=(),
+    # transformers has one dense layer, whatever this key says, and vLLM needs it.
+    fixed=FAMILIES["DeepseekV3ForCausalLM"].fixed | {"first_k_dense_replace": (1,)},
+    required=("first_k_dense_replace",),
     defaults={
         "n_routed_experts": 64,
         "moe_intermediate_size": 1536,

@@ -44,7 +44,7 @@ class ReplicatedLinear(torch.nn.Linear):
         """It is empty."""
 
 
-class LatentAttention(MegatronModule):  # type: ignore[misc]  # untyped
+class LatentSelfAttention(MegatronModule):  # type: ignore[misc]  # untyped
     """Projections, rotary embedding and attention of a layer; a rank has some of the heads."""
 
     def __init__(

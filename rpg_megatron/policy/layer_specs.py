@@ -18,7 +18,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from rpg_megatron.config.model_shape import ModelShape, YarnRope
 from rpg_megatron.policy.attention import PackedAttention
 from rpg_megatron.policy.delta_net import DeltaNet
-from rpg_megatron.policy.latent_attention import LatentAttention
+from rpg_megatron.policy.latent_attention import LatentSelfAttention
 from rpg_megatron.policy.layers import ResidualAdd, RMSNorm, SwiGLU, WideNorm
 from rpg_megatron.policy.router_aux_loss import Router
 
@@ -78,7 +78,7 @@ def _local_layer(shape: ModelShape, n: int) -> ModuleSpec:
     rope = None if shape.latent else shape.rope_of(n)
     attention.core_attention = ModuleSpec(PackedAttention, params={"rope": rope, "window": shape.window(n)})
     if shape.latent is not None:
-        parts.self_attention = ModuleSpec(LatentAttention, {"shape": shape}, attention)
+        parts.self_attention = ModuleSpec(LatentSelfAttention, {"shape": shape}, attention)
         attention.q_layernorm = attention.kv_layernorm = RMSNorm
         up = "self_attention.linear_{}_up_proj.layer_norm_"  # the same as above
         names = {f"self_attention.{n}_layernorm.": up.format(n) for n in ("q", "kv")}
@@ -114,7 +114,9 @@ def _fused_layer(shape: ModelShape, n: int, *, separate_norms: bool, share_promp
             RotatingAttention, params={"rope": None if shape.latent else shape.rope_of(n)}
         )
     if shape.latent is not None:
-        parts.self_attention = ModuleSpec(LatentAttention, {"shape": shape}, parts.self_attention.submodules)
+        parts.self_attention = ModuleSpec(
+            LatentSelfAttention, {"shape": shape}, parts.self_attention.submodules
+        )
     if separate_norms or shape.post_norm:
         from megatron.core.extensions.transformer_engine import TEColumnParallelLinear, TENorm
 

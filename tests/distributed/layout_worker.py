@@ -30,7 +30,7 @@ from rpg_megatron.policy import delta_net, latent_attention, layers
 from rpg_megatron.policy.anchor import HeldAnchor
 from rpg_megatron.policy.delta_net import DeltaNet, _convolve
 from rpg_megatron.policy.device import start_device, start_process_group
-from rpg_megatron.policy.latent_attention import LatentAttention, ReplicatedLinear
+from rpg_megatron.policy.latent_attention import LatentSelfAttention, ReplicatedLinear
 from rpg_megatron.policy.layers import ResidualAdd, RMSNorm
 from rpg_megatron.policy.length_groups import group_by_length
 from rpg_megatron.policy.model import Mesh, start_mesh
@@ -42,7 +42,7 @@ from tests.support.rank_policy import checkpoint_policy, checkpoint_teacher, cut
 
 _CPU = torch.device("cpu")
 _build, _route = DeltaNet.__init__, Router.forward
-_build_latent, _build_replicated = LatentAttention.__init__, ReplicatedLinear.__init__
+_build_latent, _build_replicated = LatentSelfAttention.__init__, ReplicatedLinear.__init__
 PLANTS: dict[str, tuple[Any, str, Any]] = {
     "no norm behind blocks": (ResidualAdd, "_add", lambda self, out, residual, dropout: residual + out[0]),
     "each rank's own heads": (layers, "_mean", lambda x, group: x.mean(-1, keepdim=True)),
@@ -55,12 +55,12 @@ PLANTS: dict[str, tuple[Any, str, Any]] = {
     "each rank's own gradient": (DeltaNet, "__init__", lambda self, *a, **k: _unmarked(self, *a, **k)),
     "halves as pairs": (latent_attention, "Rotary", lambda rope, dim, interleaved: Rotary(rope, dim)),
     "no norm of the latent": (
-        LatentAttention,
+        LatentSelfAttention,
         "__init__",
         lambda self, *a, **k: _without(self, "kv_layernorm", *a, **k),
     ),
     "no norm of the queries' latent": (
-        LatentAttention,
+        LatentSelfAttention,
         "__init__",
         lambda self, *a, **k: _without(self, "q_layernorm", *a, **k),
     ),
@@ -97,7 +97,7 @@ def _unmarked(layer: DeltaNet, *arguments: Any, **more: Any) -> None:
     layer.out_norm.weight.sequence_parallel = False
 
 
-def _without(layer: LatentAttention, norm: str, *arguments: Any, **more: Any) -> None:
+def _without(layer: LatentSelfAttention, norm: str, *arguments: Any, **more: Any) -> None:
     _build_latent(layer, *arguments, **more)
     layer.get_submodule(norm).forward = lambda x: x
 

@@ -522,6 +522,7 @@ DEEPSEEK = {
     "head_dim": 4,  # as transformers writes it
 }
 FLASH = {**DEEPSEEK, "architectures": ["Glm4MoeLiteForCausalLM"], "scoring_func": None, "topk_method": None}
+FLASH["first_k_dense_replace"] = 1
 
 
 @pytest.mark.parametrize(
@@ -585,7 +586,11 @@ def test_cost_of_latent_attention(tmp_path: Path) -> None:
         ({"rope_interleave": False}, "rope_interleave=False is not supported"),
         (
             {"architectures": ["Glm4MoeLiteForCausalLM"], "rope_scaling": None, "first_k_dense_replace": 0},
-            r"mlp_layer_types and first_k_dense_replace \(0\) differ",  # transformers has one dense layer
+            "first_k_dense_replace=0 is not supported for glm4_moe_lite",  # transformers has one dense layer
+        ),
+        (
+            {"architectures": ["Glm4MoeLiteForCausalLM"], "rope_scaling": None},
+            "first_k_dense_replace is missing, without which vLLM",
         ),
         ({"rope_interleave": None}, "rope_interleave=None is not supported"),  # transformers: false
         ({"norm_topk_prob": None}, "norm_topk_prob=None is not supported"),  # and vLLM, too
