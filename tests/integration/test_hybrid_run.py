@@ -1,19 +1,20 @@
-"""Whole runs of a hybrid of linear and softmax attention, by the command line, on two trainer ranks.
+"""Whole runs of hybrids of linear and softmax attention and of latent attention, on two trainer ranks.
 
 Why: a state that outlives its sequence, a rate that is rounded in a checkpoint, or a partial response that is
 continued from a wrong state would show only as a run that learns a little worse. Proved in float32 with the
-quickstart's hybrid, and with one of its MLPs as shared experts beside four others on two expert-parallel
-ranks: engines agree with the trainer after each update; a run that is killed with SIGKILL in a random moment
-of step 5 resumes and ends bit by bit as an undisturbed one, and transformers loads its export; with
-``rollout.ahead: 2`` engines agree with the trainer also on responses that weight updates interrupted, which
-continue a partial response. Not covered: GPUs, other layouts (tests/distributed), engines alone
-(test_hybrid_engines).
+quickstart's hybrid, with one of its MLPs as shared experts beside four others on two expert-parallel ranks,
+and with a small DeepSeek-V3: engines agree with the trainer after each update; a run that is killed with
+SIGKILL in a random moment of step 5 resumes and ends bit by bit as an undisturbed one, and transformers loads
+its export; with ``rollout.ahead: 2`` engines agree with the trainer also on responses that weight updates
+interrupted, which continue a partial response. Not covered: GPUs, other layouts (tests/distributed), engines
+alone (test_hybrid_engines).
 """
 
 from __future__ import annotations
 
 import json
 import shutil
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -23,6 +24,7 @@ from transformers import AutoModelForCausalLM
 
 from tests.support.ahead_runs import LARGEST, count_mixed
 from tests.support.runs import QUICKSTART, STEPS, Run
+from tests.support.tiny_models import write_byte_model
 
 MODEL = QUICKSTART.parent / "quickstart" / "hybrid_model"
 HYBRID = [f"model.path={MODEL}", "parallel.sequence=true"]
@@ -57,12 +59,13 @@ def write_mixture(folder: Path) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("kind", ["dense", "mixture"])
+@pytest.mark.parametrize("kind", ["dense", "mixture", "latent"])
 def test_a_killed_run_resumes_bit_by_bit(tmp_path: Path, kind: str) -> None:
     straight, killed = Run(tmp_path, "straight"), Run(tmp_path, "killed")
     model, settings = MODEL, HYBRID
-    if kind == "mixture":
-        model = write_mixture(tmp_path / "mixture")
+    if kind != "dense":
+        write = partial(write_byte_model, family="deepseek_v3") if kind == "latent" else write_mixture
+        model = write(tmp_path / kind)
         settings = [f"model.path={model}", "parallel={data: 2, tensor: 1, expert: 2}"]
     straight.start(*settings)
     straight.finish()
@@ -81,7 +84,7 @@ def test_a_killed_run_resumes_bit_by_bit(tmp_path: Path, kind: str) -> None:
     assert loaded.keys() == weights.keys() == before.keys()
     assert all(torch.equal(loaded[name], weight) for name, weight in weights.items())
     unchanged = [name for name, weight in weights.items() if torch.equal(weight, before[name])]
-    assert unchanged == []
+    assert [name for name in unchanged if not name.endswith("e_score_correction_bias")] == []
 
 
 def test_partial_responses_are_continued(tmp_path: Path) -> None:

@@ -36,11 +36,11 @@ SETTINGS = [
 
 @pytest.mark.long
 @pytest.mark.timeout(3600)
-@pytest.mark.parametrize("family", ["qwen3_moe", "qwen3_next"])
+@pytest.mark.parametrize("family", ["qwen3_moe", "qwen3_next", "deepseek_v3"])
 def test_a_run_replays_routes_and_can_be_replayed(config_file: Path, tmp_path: Path, family: str) -> None:
     """In float32 engine and trainer choose the same experts as long as the weights are the same."""
-    layers = {"num_hidden_layers": 4, "mlp_only_layers": [0]}
-    model = write_byte_model(tmp_path / "moe", family=family, **layers)
+    dense = {} if family == "deepseek_v3" else {"mlp_only_layers": [0]}  # its first layer is dense
+    model = write_byte_model(tmp_path / "moe", family=family, num_hidden_layers=4, **dense)
     command = Command(tmp_path, "train", str(config_file), f"model.path={model}", *SETTINGS)
     code, err = command.finish(timeout=3000)
     assert code == 0, err
