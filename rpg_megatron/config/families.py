@@ -71,7 +71,7 @@ _HYBRID: dict[str, tuple[Any, ...]] = {
     "attn_output_gate": (True,),
     "output_gate_type": ("silu", "swish"),
     "is_causal": (True,),
-    **dict.fromkeys(("layer_scale", "qkv_bias", "dual_chunk_attention_config"), ()),
+    **dict.fromkeys(("layer_scale", "qkv_bias"), ()),
 }
 _YARN = ("default", "yarn")
 _ALL_EXPERTS: dict[str, tuple[Any, ...]] = {"decoder_sparse_step": (1,), "mlp_only_layers": ([],)}

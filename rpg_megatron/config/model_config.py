@@ -204,6 +204,8 @@ def _refuse_variants(file: Path, raw: dict[str, Any], family: Family) -> None:
         problems.append("mlp_bias=true is not supported: released models have none")
     if raw.get("hidden_act", "silu") != "silu":
         problems.append(f"hidden_act={shorten(repr(raw['hidden_act']), 80)} is not supported; known: silu")
+    if raw.get(key := "dual_chunk_attention_config"):
+        problems.append(f"{key} is for engines alone; remove it, and with it the longer context")
     for key, values in family.fixed.items():
         value = raw.get(key)
         null = key in raw and value is None and True in values  # others read null as false

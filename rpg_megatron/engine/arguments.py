@@ -30,20 +30,21 @@ _OURS = {
         "set engine.tensor instead",
     ),
     **dict.fromkeys(("--data-parallel-size", "-dp"), "set engine.replicas instead"),
+    **dict.fromkeys(("--quantization", "-q"), "set engine.quantization instead"),
     **dict.fromkeys(
         ("--nnodes", "-n", "--node-rank", "-r", "--master-addr", "--master-port", "--headless"),
         "the launcher sets it, by engine.replicas, engine.tensor and cluster.engine_nodes; remove it",
     ),
     "--trust-remote-code": "no Python code of a model is run; remove it",
 }
-"""Options that place an engine's workers, or run code -> what to do instead."""
+"""Options that place an engine's workers, change weights, or run code -> what to do instead."""
 _LEAST, _LEAST_PARSERS = 100, 10
 """Fewer mean that vLLM defines them elsewhere; then nothing is checked."""
 
 
 def check_engine_arguments(settings: Settings) -> None:
-    """Check that vLLM has the options in ``engine.arguments`` (abbreviations count), that none of them places
-    its workers, and that it has the parser of ``rollout.tool_call_parser``. Raises UserError.
+    """Check that vLLM has the options in ``engine.arguments`` (abbreviations count), that none of them is
+    set elsewhere, and that it has the parser of ``rollout.tool_call_parser``. Raises UserError.
     """
     parser = settings.rollout.tool_call_parser
     parsers = parser_names() if parser else set()
@@ -55,7 +56,7 @@ def check_engine_arguments(settings: Settings) -> None:
         given = argument.partition("=")[0].replace("_", "-")
         for option, instead in _OURS.items():
             short = len(given) > 3 and option.startswith(given)
-            if given == option or short or re.fullmatch(rf"{option}\d+", given):  # -n2
+            if given == option or short or re.match(option + (r"\d+$" if option[2:] else "."), given):  # -n2
                 raise UserError(f"engine.arguments: {given}: {instead}")
     options = [argument for argument in settings.engine.arguments if argument.startswith("--")]
     known = option_names() if options else set()

@@ -121,13 +121,13 @@ def test_a_bad_data_set(command, config_file: Path, tmp_path: Path, content: str
 
 
 def test_an_engine_that_does_not_come_up_shows_its_log(command, config_file: Path):
-    # The option is valid, but the model has no AWQ config.
+    # The option is valid, but no sequence fits into such a cache.
     with forked_starts():
-        train = command("train", str(config_file), "engine.arguments=[--quantization=awq]")
+        train = command("train", str(config_file), "engine.arguments=[--kv-cache-memory-bytes=4096]")
         code, err = train.finish(180)
     assert code == 2, err
     assert err.startswith("error: engine 0 ")
-    assert "VllmConfig: Value error, Cannot find the config file for awq" in err
+    assert "ValueError: No available memory for the cache blocks." in err
     assert "Traceback" not in err
     log = config_file.parent / "runs" / "tiny-001" / "logs" / "engine_0.log"
     assert str(log) in err

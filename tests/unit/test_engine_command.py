@@ -306,6 +306,9 @@ NO_STAGES = "engines have no pipeline stages; remove it and raise engine.tensor,
         ("-pcp=2", "-pcp: set engine.tensor instead"),
         ("--pipeline_par", f"--pipeline-par: {NO_STAGES}"),
         ("--tensor-parallel-size", "--tensor-parallel-size: set engine.tensor instead"),
+        ("--quantization=fp8", "--quantization: set engine.quantization instead"),
+        ("--quant", "--quant: set engine.quantization instead"),
+        ("-qfp8", "-qfp8: set engine.quantization instead"),
         *(
             (
                 name + value,

@@ -779,6 +779,11 @@ def test_every_spelling_of_llama3_rope_scaling(tmp_path: Path, spelling: dict[st
             "output_gate_type='sigmoid' is not supported for qwen3_5",
         ),
         (QWEN3_5 | {"is_causal": False}, "is_causal=False is not supported"),
+        (QWEN3_5 | {"dual_chunk_attention_config": {"chunk_size": 8}}, "dual_chunk_attention_config is for"),
+        (
+            QWEN3_MOE | {"dual_chunk_attention_config": {"chunk_size": 8}},
+            "dual_chunk_attention_config is for",
+        ),
         (QWEN3_5 | {"layer_scale": True}, "layer_scale=True is not supported for qwen3_5"),
         (LLAMA | {"rope_parameters": {"rope_type": "default"}, "rope_scaling": SCALING}, "_scaling differ"),
         (QWEN3_5 | {"layer_types": 5}, "layer_types is 5; it must be a list of names"),
@@ -878,7 +883,7 @@ def test_the_largest_sizes(tmp_path: Path, raw: dict[str, object], key: str, lar
 @pytest.mark.parametrize(
     ("raw", "key"),
     [(GRANITE, key) for key in ("layer_types", "layer_rope_theta", "attention_sinks", "logit_scale")]
-    + [(QWEN3_5, key) for key in ("layer_scale", "qkv_bias", "dual_chunk_attention_config")],
+    + [(QWEN3_5, key) for key in ("layer_scale", "qkv_bias")],
 )
 def test_keys_of_variants_that_a_family_refuses(tmp_path: Path, raw: dict[str, object], key: str) -> None:
     for value in [["full_attention"] * 4] if key == "layer_types" else (1.5, True):
