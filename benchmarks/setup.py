@@ -65,11 +65,10 @@ def main(doc: str | None, *functions: Callable[..., None]) -> None:
     else:
         commands = parser.add_subparsers(metavar="BENCHMARK", required=True)
         for function in functions:
-            text = (inspect.getdoc(function) or "").replace("%", "%%")
-            name, first = function.__name__, text.partition("\n")[0]
-            _add_options(
-                commands.add_parser(name, help=first, description=text, formatter_class=style), function
-            )
+            name, text = function.__name__, inspect.getdoc(function) or ""
+            first = text.partition("\n")[0].replace("%", "%%")
+            command = commands.add_parser(name, help=first, description=text, formatter_class=style)
+            _add_options(command, function)
     values = vars(parser.parse_args())
     function, small = values.pop("function"), values.pop("small")
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that child processes and folders are removed
