@@ -39,24 +39,11 @@ from typing import Any, Literal
 
 import psutil
 
-from benchmarks.setup import (
-    QUICKSTART,
-    Report,
-    TrainRun,
-    Watch,
-    benchmark,
-    main,
-    memory_of,
-    process_tree,
-    python_path,
-    train,
-)
+from benchmarks.setup import QUICKSTART, Table, Watch, benchmark, main, process_tree, python_path, train
 
 REQUIREMENTS = Path(__file__).with_suffix(".txt")
 PHASES = ("step", "rollout", "log-probs", "update", "sync")
 LAYOUTS = {"tensor2": "parallel={tensor: 2}", "data2": "parallel={tensor: 1, data: 2}"}
-
-
 PROMPTS, SAMPLES, TOKENS, MICROBATCHES = 64, 8, 64, 16
 """Of a step: prompts, responses to each, their token limit, TRL's micro-batches."""
 
@@ -67,9 +54,7 @@ class Side:
 
     start_up: list[float] = field(default_factory=list)
     """Seconds from the command to the first rollout, of each run."""
-    phases: dict[str, list[tuple[float, float]]] = field(
-        default_factory=lambda: {phase: [] for phase in PHASES}
-    )
+    phases: dict[str, list[tuple[float, float]]] = field(default_factory=lambda: {p: [] for p in PHASES})
     """(seconds, CPU seconds of all processes) of each step but the first of each run."""
     lengths: list[float] = field(default_factory=list)
     """Mean tokens of a response, of each step."""
@@ -100,7 +85,6 @@ def _at(cpu: Watch[float], when: float) -> float:
 
 @benchmark(rounds=1, steps=2)
 def against_trl(
-    report: Report,
     folder: Path,
     layout: Literal["tensor2", "data2"] = "tensor2",
     rounds: int = 2,
@@ -124,15 +108,13 @@ def against_trl(
     python = trl_environment(folder)
     weights = QUICKSTART / "model" if model == "quickstart" else make_larger(folder / model)
     overrides = [LAYOUTS[layout], f"training.minibatches={updates}", f"model.path={weights}", *settings]
-    if model != "quickstart":
-        overrides.append("engine.kv_cache_gib=1.5")
+    overrides += ["engine.kv_cache_gib=1.5"] * (model != "quickstart")
     sides = ours, trl = Side(), Side()
     for _ in range(rounds):
-        place = folder / "runs"
-        shutil.rmtree(place, ignore_errors=True)
-        place.mkdir()
-        run = run_ours(ours, place, steps, overrides)
-        shutil.rmtree(folder / "trl", ignore_errors=True)
+        for place in (folder / "runs", folder / "trl"):
+            shutil.rmtree(place, ignore_errors=True)
+        (folder / "runs").mkdir()
+        run_folder = run_ours(ours, folder / "runs", steps, overrides)
         started = time.time()
         process = run_trl(python, "train", folder / "trl", weights, steps, updates)
         cpu, memory = watch_processes(process.pid)
@@ -142,29 +124,31 @@ def against_trl(
             raise SystemExit(f"TRL ended with {process.returncode}")
         rows = (folder / "trl" / "steps.jsonl").read_text(encoding="utf-8").splitlines()
         trl.add(started, [json.loads(row) for row in rows], cpu, memory)
-    report.say(f"not the same:{__doc__.partition('Not the same:')[2].partition('Neither')[0].rstrip()}")
+    print(f"not the same:{__doc__.partition('Not the same:')[2].partition('Neither')[0].rstrip()}")
     counted = f"{updates} update{'s' if updates != '1' else ''} a step"
     title = f"{model}, {layout}, {counted}; medians of {len(ours.phases['step'])} steps in {rounds} runs each"
     columns = ("", "ours|.2f", "TRL|.2f", "ratio|.2f", "ours, CPU s|.2f", "TRL, CPU s|.2f", "CPU ratio|.2f")
-    table = report.table(*columns, title=title)
+    table = Table(*columns, title=title)
     for phase in PHASES:
         cells: list[float | None] = []
         for kind in (0, 1):
             x, y = (median(step[kind] for step in side.phases[phase]) for side in sides)
             cells += [x, y or None, x / y if y else None]
         table.row(f"{phase}, s", *cells)
-    no_cpu = (None, None, None)
-    for name, values in (("command to first step, s", "start_up"), ("peak memory, GiB", "memory")):
-        x, y = (median(getattr(side, values)) for side in sides)
-        table.row(name, x, y, x / y, *no_cpu)
-    table.row("response, tokens", *(median(side.lengths) for side in sides), None, *no_cpu)
-    for name, n in (("first", 0), ("last", -1)):
-        rewards = (median(run[n] for run in side.rewards) for side in sides)
-        table.row(f"reward of the {name} step", *rewards, None, *no_cpu)
-    results = (weights, run.folder / "hf" / f"step_{steps:06d}", folder / "trl" / "hf")
+    rest: list[tuple[str, list[float]]] = [
+        ("command to first step, s", [median(side.start_up) for side in sides]),
+        ("peak memory, GiB", [median(side.memory) for side in sides]),
+        ("response, tokens", [median(side.lengths) for side in sides]),
+        ("reward of the first step", [median(run[0] for run in side.rewards) for side in sides]),
+        ("reward of the last step", [median(run[-1] for run in side.rewards) for side in sides]),
+    ]
+    results = (weights, run_folder / "hf" / f"step_{steps:06d}", folder / "trl" / "hf")
     process = run_trl(python, "score", *results, stdout=subprocess.PIPE)
     before, *after = json.loads(process.communicate()[0].splitlines()[-1])
-    table.row(f"held out, % ({before:.1f} before)", *after, None, *no_cpu)
+    rest.append((f"held out, % ({before:.1f} before)", after))
+    for name, (x, y) in rest:
+        ratio = x / y if name in ("command to first step, s", "peak memory, GiB") else None
+        table.row(name, x, y, ratio, None, None, None)
 
 
 def make_larger(folder: Path) -> Path:
@@ -174,32 +158,26 @@ def make_larger(folder: Path) -> Path:
 
     if folder.is_dir():
         return folder
-    sizes = {"hidden_size": 512, "intermediate_size": 1536, "num_hidden_layers": 10}
+    sizes = {"hidden_size": 512, "intermediate_size": 1536, "num_hidden_layers": 10, "max_window_layers": 10}
     sizes |= {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 64}
     config = AutoConfig.from_pretrained(QUICKSTART / "model")
-    config.update(sizes | {"layer_types": ["full_attention"] * 10, "max_window_layers": 10})
+    config.update(sizes | {"layer_types": ["full_attention"] * 10})
     torch.manual_seed(0)
     AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(folder)
     AutoTokenizer.from_pretrained(QUICKSTART / "model").save_pretrained(folder)
     return folder
 
 
-def run_ours(side: Side, place: Path, steps: int, settings: list[str]) -> TrainRun:
-    """One run of ours, added to its side."""
+def run_ours(side: Side, place: Path, steps: int, settings: list[str]) -> Path:
+    """One run of ours, added to its side; its folder."""
     overrides = [f"training.steps={steps}", "evaluation=null", "checkpoint.every=null", *settings]
     watches: list[Watch[Any]] = []
-
-    def watch(pid: int) -> None:
-        watches.extend(w.__enter__() for w in watch_processes(pid))
-
-    started = time.time()
-    run = train(place, *overrides, on_start=watch)
-    for w in watches:
-        w.__exit__()
+    with contextlib.ExitStack() as stack:
+        started = time.time()
+        enter = stack.enter_context
+        run = train(place, *overrides, on_start=lambda pid: watches.extend(map(enter, watch_processes(pid))))
     rows = []
-    for row, end in zip(run.rows, run.ends, strict=True):
-        if not row["step"]:
-            continue
+    for row, end in list(zip(run.rows, run.ends, strict=True))[-steps:]:
         begin, sync = end - row["time/step"], end - row["time/sync"]  # a row is written right after the step
         scoring = begin + row["time/collect"]
         spans = {"step": [(begin, end)], "rollout": [(begin, scoring)], "sync": [(sync, end)]}
@@ -207,7 +185,7 @@ def run_ours(side: Side, place: Path, steps: int, settings: list[str]) -> TrainR
         spans["update"] = [(sync - row["time/update"], sync)]
         rows.append({"spans": spans, "reward": row["reward/mean"], "length": row["response/length_mean"]})
     side.add(started, rows, *watches)
-    return run
+    return run.folder
 
 
 def watch_processes(pid: int) -> tuple[Watch[float], Watch[int]]:
@@ -223,7 +201,7 @@ def watch_processes(pid: int) -> tuple[Watch[float], Watch[int]]:
             return sum(used.values())
 
     def memory() -> int:
-        return sum(memory_of(process.pid, "Pss", "smaps_rollup") for process in process_tree(pid))
+        return sum(process.memory_full_info().pss for process in process_tree(pid))
 
     return Watch(cpu, every=0.1), Watch(memory, every=2.0)
 
@@ -247,9 +225,9 @@ def trl_environment(folder: Path) -> Path:
 
 def run_trl(python: Path, *arguments: Any, stdout: int | None = None) -> subprocess.Popen[str]:
     """TRL's part of this file."""
-    environment = {"OMP_WAIT_POLICY": "PASSIVE"} | os.environ | python_path()
-    environment |= {"OMP_NUM_THREADS": str(len(os.sched_getaffinity(0)))}
-    environment |= {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+    threads = {"OMP_NUM_THREADS": str(len(os.sched_getaffinity(0))), "TOKENIZERS_PARALLELISM": "false"}
+    environment = {"OMP_WAIT_POLICY": "PASSIVE"} | os.environ | python_path() | threads
+    environment["HF_HUB_OFFLINE"] = "1"
     code = "from benchmarks.against_trl import trl_main; trl_main()"
     command = [str(python), "-c", code, *map(str, arguments)]
     return subprocess.Popen(command, env=environment, stdout=stdout or sys.stderr, text=True)
@@ -291,7 +269,7 @@ def train_with_trl(out: Path, weights: Path, steps: int, updates: int) -> None:
             row = {"spans": spans, "reward": sum(rewards) / len(rewards)}
             rows.write(json.dumps(row | {"length": sum(lengths) / len(lengths)}) + "\n")
 
-    class Timed(GRPOTrainer):  # type: ignore[misc]
+    class Timed(GRPOTrainer):
         """Record when a step's phases begin and end; rewards belong to the rollout, as in our metrics."""
 
         def _generate_and_score_completions(self, inputs: Any) -> Any:
@@ -318,26 +296,22 @@ def train_with_trl(out: Path, weights: Path, steps: int, updates: int) -> None:
                 spans["log-probs"].append((start, time.time()))
             return result
 
-    sizes = {"max_steps": steps * updates, "steps_per_generation": MICROBATCHES}
-    sizes |= {"per_device_train_batch_size": PROMPTS * SAMPLES // MICROBATCHES}
-    sizes |= {"gradient_accumulation_steps": MICROBATCHES // updates}
-    sampling = {
-        "num_generations": SAMPLES,
-        "max_completion_length": TOKENS,
-        "temperature": 1.0,
+    options: dict[str, Any] = {
+        **{"max_steps": steps * updates, "steps_per_generation": MICROBATCHES, "seed": 17},
+        **{"per_device_train_batch_size": PROMPTS * SAMPLES // MICROBATCHES, "top_k": 0},
+        **{"gradient_accumulation_steps": MICROBATCHES // updates, "gradient_checkpointing": False},
+        **{"num_generations": SAMPLES, "max_completion_length": TOKENS, "temperature": 1.0},
+        **{"learning_rate": 1e-4, "lr_scheduler_type": "constant", "weight_decay": 0.1, "max_grad_norm": 1.0},
+        **{"loss_type": "dapo", "beta": 0.0, "epsilon": 0.2, "epsilon_high": 0.28, "delta": 10.0},
+        **{
+            "scale_rewards": "none",
+            "model_init_kwargs": {"dtype": "float32"},
+            "use_cpu": True,
+            "bf16": False,
+        },
+        **{"disable_tqdm": True, "logging_steps": updates, "save_strategy": "no", "report_to": "none"},
     }
-    optimizer = {"learning_rate": 1e-4, "lr_scheduler_type": "constant", "weight_decay": 0.1}
-    loss = {"loss_type": "dapo", "beta": 0.0, "epsilon": 0.2, "epsilon_high": 0.28, "delta": 10.0}
-    loss |= {"scale_rewards": "none", "max_grad_norm": 1.0, "top_k": 0}
-    numbers = {"model_init_kwargs": {"dtype": "float32"}, "use_cpu": True, "bf16": False}
-    quiet = {
-        "disable_tqdm": True,
-        "logging_steps": updates,
-        "save_strategy": "no",
-        "report_to": "none",
-    }
-    config_options = sizes | sampling | optimizer | loss | numbers | quiet
-    config = GRPOConfig(output_dir=str(out), gradient_checkpointing=False, seed=17, **config_options)
+    config = GRPOConfig(output_dir=str(out), **options)
     data = load_dataset("json", data_files=str(QUICKSTART / "train.jsonl"), split="train")
     trainer = Timed(model=str(weights), reward_funcs=reward, args=config, train_dataset=data)
     trainer.train()

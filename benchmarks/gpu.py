@@ -18,13 +18,11 @@ import torch.distributed as dist
 import yaml
 
 from benchmarks.policies import SHAPES, batch_of, build, forget, start, write_checkpoint
-from benchmarks.setup import QUICKSTART, Report, Watch, benchmark, main, seconds, train
-from rpg_megatron.config.model_shape import ModelShape
+from benchmarks.setup import QUICKSTART, Table, Watch, benchmark, main, seconds, train
 from rpg_megatron.policy.logprobs import Head, token_logprobs
+from rpg_megatron.training.efficiency import peak_flops
 from rpg_megatron.training.loss import build_aggregator, build_loss
 
-BF16_FLOPS = 989e12
-"""Dense bfloat16 of one H100 or H200 (SXM), by its data sheet: what MFU is relative to, FP8 included."""
 PHASES = ("collect", "handover", "logprobs", "update", "sync")
 """In the order of a step, as the metrics name them; handover is in part of sync."""
 Shape = Literal["0.6b", "4b", "8b", "29m", "tiny"]
@@ -39,17 +37,7 @@ torch.cuda.synchronize(); print(20 * x.nbytes / (time.perf_counter() - t))
 """
 
 
-def flops(shape: ModelShape, lengths: list[int]) -> float:
-    """Floating-point operations of forward and backward of these sequences, without recomputation."""
-    heads, kv = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
-    layer = shape.hidden_size * (2 * heads + 2 * kv + 3 * shape.ffn_hidden_size)
-    matrices = shape.num_layers * layer + shape.hidden_size * shape.vocab_size
-    attention = shape.num_layers * 2 * heads  # a causal token sees half the sequence: 4 n heads / 2
-    return 3 * sum(2 * matrices * n + attention * n * n for n in lengths)
-
-
 def run(
-    report: Report,
     shape: Shape = "0.6b",
     response: int = 2048,
     prompts: int = 16,
@@ -74,39 +62,27 @@ def run(
 
     def show(row: dict[str, Any]) -> None:  # the only results if the run fails
         spans = {key: f"{value:.1f} s" for key, value in row.items() if key.startswith("time/")}
-        report.say(f"step {row['step']}: {spans}, sync {row.get('sync/seconds', 0.0):.2f} s")
+        print(f"step {row['step']}: {spans}, sync {row.get('sync/seconds', 0.0):.2f} s", flush=True)
 
+    engine = {"colocated": True, "kv_cache_gib": kv_cache_gib, "max_sequences": sequences}
+    engine |= {"start_timeout": 400.0} | ({"quantization": "fp8"} if engine_fp8 else {})
+    training = {"minibatches": 2, "tokens_per_microbatch": max(8192, response + 64), "logprob_chunk": 2048}
+    settings: dict[str, Any] = {
+        "device": "cuda",
+        "data": {"path": str(QUICKSTART / "train.jsonl"), "max_prompt_tokens": 32},
+        "reward": {"type": "operator:gt"},  # of response and answer, as texts
+        "precision": {"dtype": "bfloat16"} | ({"fp8": {"recipe": fp8}} if fp8 else {}),
+        "bridge": {"transport": transport},
+        "rollout": {"prompts_per_step": prompts, "samples_per_prompt": 8, "max_response_tokens": response},
+        "training": {"steps": steps} | training,
+        "engine": engine,
+        "export": {"enabled": False},
+        "checkpoint": {"every": None},
+        "guards": {"mismatch": "warn"},
+    }
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        settings: dict[str, Any] = {
-            "device": "cuda",
-            "model": {"path": str(write_checkpoint(folder / "model", SHAPES[shape]))},
-            "data": {"path": str(QUICKSTART / "train.jsonl"), "max_prompt_tokens": 32},
-            "reward": {"type": "operator:gt"},  # of response and answer, as texts
-            "precision": {"dtype": "bfloat16"} | ({"fp8": {"recipe": fp8}} if fp8 else {}),
-            "bridge": {"transport": transport},
-            "rollout": {
-                "prompts_per_step": prompts,
-                "samples_per_prompt": 8,
-                "max_response_tokens": response,
-            },
-            "training": {
-                "steps": steps,
-                "minibatches": 2,
-                "tokens_per_microbatch": max(8192, response + 64),
-                "logprob_chunk": 2048,
-            },
-            "engine": {
-                "colocated": True,
-                "kv_cache_gib": kv_cache_gib,
-                "max_sequences": sequences,
-                "start_timeout": 400.0,
-            }
-            | ({"quantization": "fp8"} if engine_fp8 else {}),
-            "export": {"enabled": False},
-            "checkpoint": {"every": None},
-            "guards": {"mismatch": "warn"},
-        }
+        settings["model"] = {"path": str(write_checkpoint(folder / "model", SHAPES[shape]))}
         (folder / "run.yaml").write_text(yaml.safe_dump(settings), encoding="utf-8")
         with Watch(lambda: int(subprocess.check_output(query)), every=0.2) as memory:
             train_run = train(folder, config=folder / "run.yaml", on_row=show)
@@ -114,38 +90,31 @@ def run(
     def peak(begin: float, end: float) -> int:
         return max((mib for when, mib in memory.samples if begin <= when <= end), default=0)
 
-    trainer, engine = (f"FP8 {fp8}" if fp8 else "BF16"), ("FP8" if engine_fp8 else "BF16")
-    report.say(f"{shape}, {prompts} x 8 responses of {response}; trainer {trainer}, engine {engine}")
+    kinds = f"trainer {f'FP8 {fp8}' if fp8 else 'BF16'}, engine {'FP8' if engine_fp8 else 'BF16'}"
     columns = ["step", "s|.2f", *(f"{phase}|.2f" for phase in PHASES), "tokens/s|.0f", "peak MiB", "MFU|.1%"]
-    table, peaks = report.table(*columns), []
+    table = Table(*columns, title=f"{shape}, {prompts} x 8 responses of {response}; {kinds}")
+    peaks = []
     for row, end in zip(train_run.rows, train_run.ends, strict=True):
-        if not row["step"]:
-            continue
-        step_seconds, count = row["time/step"], prompts * 8
-        mfu = flops(SHAPES[shape], [round(row["step/tokens"] / count)] * count)
-        mfu /= row["time/update"] * BF16_FLOPS
-        phase_seconds = [row.get(f"time/{phase}", 0.0) for phase in PHASES]
-        peaks.append(peak(end - step_seconds, end))
-        speed = row["throughput/tokens_per_second"]
-        table.row(row["step"], step_seconds, *phase_seconds, speed, peaks[-1], mfu)
+        if row["step"]:
+            step_seconds, spans = row["time/step"], [row.get(f"time/{phase}", 0.0) for phase in PHASES]
+            peaks.append(peak(end - step_seconds, end))
+            speed = row["throughput/tokens_per_second"]
+            table.row(row["step"], step_seconds, *spans, speed, peaks[-1], row.get("gpu/mfu_update"))
     begin = end - step_seconds
-    for phase, span in zip(PHASES, phase_seconds, strict=True):
-        report.say(f"peak of {phase}: {peak(begin, begin + span)} MiB")
+    for phase, span in zip(PHASES, spans, strict=True):
+        print(f"peak of {phase}: {peak(begin, begin + span)} MiB")
         begin += span
     steady = train_run.steps[1:]  # the first step compiles and fills pools
     rate = max(row["sync/bytes"] / row["sync/seconds"] for row in steady)
-    report.say(
-        f"sync: {', '.join(f'{row["sync/seconds"]:.2f} s' for row in steady)}; "
-        f"{rate / 1e9:.1f} GB/s at best, {rate / copy_rate:.1%} of a copy on the device: "
-        f"{copy_rate / 1e9:.0f} GB/s"
-    )
-    report.say(f"memory over steps 2 to {len(peaks)}: {min(peaks[1:])} to {max(peaks[1:])} MiB")
-    report.say(f"mismatch/logp_mean: {', '.join(f'{r["mismatch/logp_mean"]:.1e}' for r in train_run.steps)}")
+    times = ", ".join(f"{row['sync/seconds']:.2f} s" for row in steady)
+    share = f"{rate / copy_rate:.1%} of a copy on the device: {copy_rate / 1e9:.0f} GB/s"
+    print(f"sync: {times}; {rate / 1e9:.1f} GB/s at best, {share}")
+    print(f"memory over steps 2 to {len(peaks)}: {min(peaks[1:])} to {max(peaks[1:])} MiB")
+    print("mismatch/logp_mean:", ", ".join(f"{row['mismatch/logp_mean']:.1e}" for row in train_run.steps))
 
 
 @benchmark(device="cpu", shape="tiny", tokens=128, length=64, micro=1, repeat=1, precisions=("bf16",))
 def update(
-    report: Report,
     shape: Shape = "4b",
     layers: int | None = None,
     tokens: int = 8192,
@@ -159,14 +128,17 @@ def update(
 
     Updates of a random model with this many layers of the shape (fewer, where the card does not hold all),
     each of ``micro`` packs of ``tokens`` tokens in sequences of ``length``. Median of ``repeat`` updates,
-    after three. MFU is relative to the card's dense BF16 rate, for FP8 too, and leaves recomputation out.
+    after three. MFU is relative to the dense BF16 rate of the card (if unknown, of an H100), for FP8 too, and
+    leaves recomputation out.
     """
     place, mesh = start(device)
     model = replace(SHAPES[shape], num_layers=layers or SHAPES[shape].num_layers)
     lengths = [length] * (tokens // length)
     title = f"{shape}, {model.num_layers} layers; {micro} packs of {lengths} tokens"
     columns = ("precision", "seconds|.3f", "tokens/s|.0f", "MFU|.1%", "peak GiB|.1f")
-    table = report.table(*columns, ratio="seconds", title=title)
+    table = Table(*columns, ratio="seconds", title=title)
+    flops = 3 * micro * model.forward_flops(sum(lengths), sum(n * n for n in lengths))
+    card = peak_flops(torch.cuda.get_device_name()) if device == "cuda" else None
     for name in precisions:
         forget()
         sections = {"training": {"tokens_per_microbatch": tokens}, "memory": {"recompute": "selective"}}
@@ -181,17 +153,13 @@ def update(
 
         seconds(once, repeat=3)
         median = seconds(once, repeat)
-        mfu = flops(model, lengths) * micro / median / BF16_FLOPS
+        mfu = flops / median / (card or 989e12)
         table.row(name, median, micro * sum(lengths) / median, mfu, _peak_gib(place))
         del policy, packs, once
 
 
-Logprobs = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
-
-
 @benchmark(device="cpu", tokens=64, hidden=16, vocab=128, chunks=(16,), repeat=1)
 def logprobs(
-    report: Report,
     tokens: int = 8192,
     hidden: int = 4096,
     vocab: int = 151936,
@@ -210,19 +178,17 @@ def logprobs(
     weight = torch.empty(vocab, hidden, **kind).normal_(std=0.02).requires_grad_()
     targets = torch.randint(0, vocab, (tokens,), device=place)
 
-    def plain(
-        states: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def plain(states: Any, weight: Any, targets: Any) -> tuple[torch.Tensor, torch.Tensor]:
         logp = torch.log_softmax((states @ weight.t()).float(), -1)
         return logp.gather(1, targets[:, None])[:, 0], -(logp.exp() * logp).sum(-1)
 
-    def chunked(chunk: int) -> Logprobs:
+    def chunked(chunk: int) -> Callable[..., tuple[torch.Tensor, torch.Tensor]]:
         return lambda *tensors: token_logprobs(*tensors, Head(1.0, chunk, vocab), group=dist.group.WORLD)
 
-    methods: dict[str, Logprobs] = {"plain": plain, **{f"chunks of {n}": chunked(n) for n in chunks}}
+    methods = {"plain": plain, **{f"chunks of {n}": chunked(n) for n in chunks}}
     title = f"{tokens} tokens x {vocab}, hidden size {hidden}"
     columns = ("log-probs", "seconds|.4f", "peak GiB|.2f", "largest difference|.1e")
-    table, expected = report.table(*columns, ratio="seconds", title=title), None
+    table, expected = Table(*columns, ratio="seconds", title=title), None
     for name, method in methods.items():
         result: list[torch.Tensor] = []
 

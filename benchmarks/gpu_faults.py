@@ -28,8 +28,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
+from typing import TypeGuard
 
-ROOT = Path(__file__).resolve().parents[1]
+from benchmarks.mutations import failure_of, files_of
+from benchmarks.setup import ROOT
+
 PLACES = (
     "rpg_megatron/bridge/transports",
     "rpg_megatron/bridge/vllm",
@@ -40,15 +43,9 @@ PLACES = (
 )
 MORE_PLACES = (
     *PLACES,
-    "rpg_megatron/bridge/publisher.py",
-    "rpg_megatron/bridge/slice_table.py",
-    "rpg_megatron/policy/device.py",
-    "rpg_megatron/policy/divergence.py",
-    "rpg_megatron/policy/length_groups.py",
-    "rpg_megatron/policy/logprobs.py",
-    "rpg_megatron/policy/precision.py",
-    "rpg_megatron/policy/attention.py",
-    "rpg_megatron/policy/teacher.py",
+    *(f"rpg_megatron/bridge/{name}.py" for name in ("publisher", "slice_table")),
+    *(f"rpg_megatron/policy/{name}.py" for name in ("device", "divergence", "length_groups", "logprobs")),
+    *(f"rpg_megatron/policy/{name}.py" for name in ("precision", "attention", "teacher")),
     "rpg_megatron/system/collectives.py",
 )
 LAST = "91a53d2"
@@ -72,65 +69,36 @@ DRAWS = (
     Draw(20261130, 3, "ddc6c18f", still_in=LAST),  # for those of the first whose places have gone
     Draw(20261201, 10, LAST, MORE_PLACES),
 )
-WAITS = {
-    "synchronize",
-    "wait_event",
-    "wait_stream",
-    "wait",
-    "_wait",
-    "join",
-    "finish",
-    "result",
-    "_broadcast",
-}
+WAITS = {"synchronize", "wait_event", "wait_stream", "wait", "_wait", "join", "finish", "result"}
+WAITS |= {"_broadcast"}
 CHECKS = {"check_version", "_check_unchanged", "_check_types", "check_cover", "_check_complete"}
 DEVICES = {"set_device"}
 REMOVABLE = WAITS | CHECKS | DEVICES | {"copy_", "retract", "_unregister", "restore_layers", "_refresh"}
 """Functions whose calls can be removed if the result is not used."""
 
-_TRANSPORTS = [
-    "tests/unit/test_stream_order.py",
-    "tests/unit/test_cuda_transports.py",
-    "tests/unit/test_shared_memory_transport.py",
-    "tests/unit/test_sync_controller.py",
-    "tests/unit/test_nccl_use.py",
-    "tests/distributed/test_sync_calls.py",
-    "tests/distributed/test_process_group_transport.py",
-    "tests/distributed/test_publisher_ranks.py",
-    "tests/distributed/test_weight_fan_out.py",
-]
-_ENGINE = [
-    "tests/unit/test_weight_loader.py",
-    "tests/unit/test_load_recorder.py",
-    "tests/unit/test_engine_routes.py",
-    "tests/unit/test_sync_controller.py",
-    "tests/unit/test_vllm_contract.py",
-    "tests/unit/test_engine_liveness.py",
-    "tests/cuda/test_load_plan.py",
-]
-_FAKE_GPUS = ["tests/distributed/test_fake_cuda.py::test_a_layout_runs_on_fake_gpus"]
-_POLICY = [
-    "tests/unit/test_stream_order.py",
-    "tests/unit/test_host_memory.py",
-    "tests/unit/test_nccl_use.py",
-    *_FAKE_GPUS,
-    "tests/distributed/test_offload_for_engines.py",
-]
+_TRANSPORTS = (
+    " unit/stream_order unit/cuda_transports unit/shared_memory_transport unit/sync_controller unit/nccl_use"
+    " distributed/sync_calls distributed/process_group_transport distributed/publisher_ranks"
+    " distributed/weight_fan_out"
+)
+_FAKE_GPUS, _ONE_LAYOUT = " distributed/fake_cuda", "::test_a_layout_runs_on_fake_gpus"
 TESTS = {
     "rpg_megatron/bridge/transports": _TRANSPORTS,
     "rpg_megatron/bridge/publisher.py": _TRANSPORTS,
-    "rpg_megatron/bridge/slice_table.py": ["tests/distributed/test_slice_kernels.py", *_TRANSPORTS],
-    "rpg_megatron/bridge/vllm": _ENGINE,
-    "rpg_megatron/launcher": ["tests/unit/test_rank_env.py"],
-    "rpg_megatron/policy/logprobs.py": ["tests/unit/test_logprobs.py", *_FAKE_GPUS],
-    "rpg_megatron/policy/precision.py": ["tests/unit/test_precision.py", *_FAKE_GPUS],
-    "rpg_megatron/policy/attention.py": ["tests/unit/test_shared_prompt_rows.py", *_FAKE_GPUS],
-    "rpg_megatron/policy/teacher.py": [*_FAKE_GPUS, "tests/distributed/test_teachers.py"],
-    "rpg_megatron/policy": _POLICY,
-    "rpg_megatron/system": ["tests/unit/test_object_collectives.py", *_TRANSPORTS],
-    "rpg_megatron/training/weight_sync.py": ["tests/unit/test_nccl_use.py", "tests/unit/test_rank_env.py"],
-    "rpg_megatron/training/run.py": ["tests/unit/test_lora.py"],
-    "rpg_megatron/training/efficiency.py": ["tests/unit/test_efficiency.py", *_FAKE_GPUS],
+    "rpg_megatron/bridge/slice_table.py": "distributed/slice_kernels" + _TRANSPORTS,
+    "rpg_megatron/bridge/vllm": "unit/weight_loader unit/load_recorder unit/engine_routes "
+    "unit/sync_controller unit/vllm_contract unit/engine_liveness cuda/load_plan",
+    "rpg_megatron/launcher": "unit/rank_env",
+    "rpg_megatron/policy/logprobs.py": "unit/logprobs" + _FAKE_GPUS,
+    "rpg_megatron/policy/precision.py": "unit/precision" + _FAKE_GPUS,
+    "rpg_megatron/policy/attention.py": "unit/shared_prompt_rows" + _FAKE_GPUS,
+    "rpg_megatron/policy/teacher.py": _FAKE_GPUS + " distributed/teachers",
+    "rpg_megatron/policy": f"unit/stream_order unit/host_memory unit/nccl_use{_FAKE_GPUS} "
+    "distributed/offload_for_engines",
+    "rpg_megatron/system": "unit/object_collectives" + _TRANSPORTS,
+    "rpg_megatron/training/weight_sync.py": "unit/nccl_use unit/rank_env",
+    "rpg_megatron/training/run.py": "unit/lora",
+    "rpg_megatron/training/efficiency.py": "unit/efficiency" + _FAKE_GPUS,
 }
 """Tests that reach a file or folder, the quickest first; the first entry that fits a fault's file counts."""
 
@@ -158,47 +126,29 @@ def _named() -> list[Fault]:
     return [
         Fault("ipc handles without a wait", ipc, f"    {synchronise}\n", ""),
         Fault("event_sync_required kept", ipc, "    parts[7] = False", "    pass"),
-        Fault(
-            "the link's event only of the first version",
-            publisher,
-            'if self._device.type == "cuda":\n            self._published',
-            'if self._device.type == "cuda" and self._published is None:\n            self._published',
-        ),
+        Fault("the link's event only of the first version", publisher,
+              'if self._device.type == "cuda":\n            self._published',
+              'if self._device.type == "cuda" and self._published is None:\n            self._published'),
         Fault("no set_device in serving threads", publisher, "torch.cuda.set_device(self._device)", "pass"),
         Fault("off-load frees before its copies end", PLACES[4], f"{synchronise}  # the copies", "        #"),
         Fault("reload without a wait", PLACES[4], f"{synchronise}\n        self._offloaded = None",
               "        self._offloaded = None"),
         Fault("one send buffer for all buckets", publisher, "self._buffers[i % 2]", "self._buffers[0]"),
-        Fault(
-            "LOCAL_RANK is the global rank",
-            "rpg_megatron/launcher/rank_env.py",
-            '"LOCAL_RANK": str(place)',
-            '"LOCAL_RANK": str(rank)',
-        ),
-        Fault(
-            "experts of FlashInfer's layout loaded in place",
-            f"{vllm}/weight_loader.py",
-            "return method.unquantized_backend is not UnquantizedMoeBackend.TRITON",
-            "return False",
-        ),
-        Fault(
-            "quantised layers loaded in place",
-            f"{vllm}/weight_loader.py",
-            "if _is_processed(plan.layer, device):\n        return False\n    expected",
-            # The comparison of dtypes and shapes is removed too, since it alone would find the fault.
-            'if getattr(plan.layer, "quant_method", None) is not None:\n        return True\n    expected',
-        ),
+        Fault("LOCAL_RANK is the global rank", "rpg_megatron/launcher/rank_env.py",
+              '"LOCAL_RANK": str(place)', '"LOCAL_RANK": str(rank)'),
+        Fault("experts of FlashInfer's layout loaded in place", f"{vllm}/weight_loader.py",
+              "return method.unquantized_backend is not UnquantizedMoeBackend.TRITON", "return False"),
+        # The comparison of dtypes and shapes is removed too, since it alone would find the fault.
+        Fault("quantised layers loaded in place", f"{vllm}/weight_loader.py",
+              "if _is_processed(plan.layer, device):\n        return False\n    expected",
+              'if getattr(plan.layer, "quant_method", None) is not None:\n        return True\n    expected'),
         Fault("shared prompts are not causal", "rpg_megatron/policy/attention.py",
               "window_size=(-1, 0)", "window_size=(-1, -1)"),
         Fault("a CPU tensor in NCCL's all-reduce", "rpg_megatron/training/efficiency.py",
               "[peak_memory_bytes(self._device)], dtype=torch.float64, device=self._device",
               "[peak_memory_bytes(self._device)], dtype=torch.float64"),
-        Fault(
-            "apex taken for granted",
-            "rpg_megatron/policy/precision.py",
-            ' and importlib.util.find_spec("fused_weight_gradient_mlp_cuda") is not None',
-            "",
-        ),
+        Fault("apex taken for granted", "rpg_megatron/policy/precision.py",
+              ' and importlib.util.find_spec("fused_weight_gradient_mlp_cuda") is not None', ""),
         Fault("a teacher that stays on the GPU", "rpg_megatron/policy/teacher.py",
               "            for p, held in self._held:\n                p.data = held", "            pass"),
         Fault("log-prob kernels compiled for each shape", "rpg_megatron/policy/logprobs.py",
@@ -244,7 +194,7 @@ def _changes_of(node: ast.AST, source: str) -> Iterator[tuple[str, int, str, str
     def text(n: ast.AST) -> str:
         return ast.get_source_segment(source, n) or ""
 
-    if isinstance(node, ast.Expr) and isinstance(node.value, ast.Call):
+    if _is_call(node):
         name = _called(node.value)
         if name in REMOVABLE:
             yield f"without {name}", node.lineno, text(node), "pass"
@@ -262,22 +212,17 @@ def _changes_of(node: ast.AST, source: str) -> Iterator[tuple[str, int, str, str
             replacement = "None" if _called(node) == "record_event" else text(node.func.value)
             yield f"without {_called(node)}", node.lineno, text(node), replacement
     for body in (getattr(node, "body", None), getattr(node, "finalbody", None)):
-        statements = body if isinstance(body, list) else []
-        for statement, following in pairwise(statements):
-            calls = [
-                _called(n.value)
-                for n in (statement, following)
-                if isinstance(n, ast.Expr) and isinstance(n.value, ast.Call)
-            ]
-            if set(calls) & (WAITS | CHECKS | DEVICES) and statement.lineno < following.lineno:
-                pair = "".join(source.splitlines(keepends=True)[statement.lineno - 1 : following.end_lineno])
-                first = "".join(source.splitlines(keepends=True)[statement.lineno - 1 : statement.end_lineno])
-                yield (
-                    f"swapped with the next: {text(statement)[:40]}",
-                    statement.lineno,
-                    pair,
-                    pair[len(first) :].rstrip("\n") + "\n" + first,
-                )
+        for first, second in pairwise(body if isinstance(body, list) else ()):
+            calls = {_called(n.value) for n in (first, second) if _is_call(n)}
+            if calls & (WAITS | CHECKS | DEVICES) and first.lineno < second.lineno:
+                lines = source.splitlines(keepends=True)[first.lineno - 1 : second.end_lineno]
+                middle = (first.end_lineno or 0) - first.lineno + 1
+                swapped = "".join(lines[middle:]).rstrip("\n") + "\n" + "".join(lines[:middle])
+                yield f"swapped with the next: {text(first)[:40]}", first.lineno, "".join(lines), swapped
+
+
+def _is_call(node: ast.AST) -> TypeGuard[ast.Expr]:
+    return isinstance(node, ast.Expr) and isinstance(node.value, ast.Call)
 
 
 def _called(call: ast.expr) -> str:
@@ -321,22 +266,20 @@ def run(folder: Path, tests: list[str], only: list[str]) -> None:
     chosen = [f for f in faults() if not only or any(word in f.name for word in only)]
     for fault in chosen:
         harmless = next((why for name, why in HARMLESS.items() if name in fault.name), "")
+        start = time.monotonic()
         if harmless:
             outcomes[fault.name] = _HARMLESS
             print(f"{fault.name}: changes nothing: {harmless}", flush=True)
         elif outcomes.get(fault.name, _NOT_FOUND) == _NOT_FOUND:
-            start = time.monotonic()
             outcomes[fault.name] = _outcome(fault, folder, tests or tests_of(fault))
             with file.open("a") as f:
                 print(json.dumps([fault.name, outcomes[fault.name]]), file=f)
             name, seconds = " ".join(fault.name.split())[:90], time.monotonic() - start
             print(f"{name}: {outcomes[fault.name]} ({seconds:.0f} s)", flush=True)
     results = Counter(outcomes[fault.name] for fault in chosen)
-    missed, gone, without_effect = (results.pop(outcome, 0) for outcome in (_NOT_FOUND, _GONE, _HARMLESS))
-    found = results.total()
-    print(
-        f"{found} of {found + missed} found; {without_effect} change nothing, the places of {gone} are gone"
-    )
+    missed, gone, harmless = (results.pop(outcome, 0) for outcome in (_NOT_FOUND, _GONE, _HARMLESS))
+    of = f"{results.total()} of {results.total() + missed} found"
+    print(f"{of}; {harmless} change nothing, the places of {gone} are gone")
 
 
 _NOT_FOUND, _GONE, _HARMLESS = "NOT FOUND", "its place is gone", "changes nothing"
@@ -344,7 +287,8 @@ _NOT_FOUND, _GONE, _HARMLESS = "NOT FOUND", "its place is gone", "changes nothin
 
 def tests_of(fault: Fault) -> list[str]:
     """The tests that reach a fault's place."""
-    return next(tests for place, tests in TESTS.items() if fault.file.startswith(place))
+    files = files_of(next(tests for place, tests in TESTS.items() if fault.file.startswith(place)))
+    return [f + _ONE_LAYOUT if f.endswith("test_fake_cuda.py") else f for f in files]
 
 
 def _outcome(fault: Fault, folder: Path, tests: list[str]) -> str:
@@ -374,7 +318,7 @@ def _run_forked(folder: Path, tests: list[str]) -> str:
             os.dup2(os.open(output, os.O_CREAT | os.O_TRUNC | os.O_WRONLY), stream)
         os._exit(importlib.import_module("pytest").main([*_OPTIONS, *tests]))
     code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-    return _failure(output.read_text()) if code else ""
+    return failure_of(output.read_text())[:150] if code else ""
 
 
 def _run_on_cuda(folder: Path, tests: list[str]) -> str:
@@ -382,21 +326,11 @@ def _run_on_cuda(folder: Path, tests: list[str]) -> str:
     python = ROOT / ".venv-cuda/bin/python"
     if not tests or not python.exists():
         return ""
-    variables = {"LD_LIBRARY_PATH": str(ROOT / ".venv-cuda/stubs"), "RPG_CUDA_STUBS": "1"}
-    process = subprocess.run(
-        [python, "-m", "pytest", *_OPTIONS, *tests],
-        cwd=folder,
-        env=os.environ | {"PYTHONPATH": str(folder), "HF_HUB_OFFLINE": "1"} | variables,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    return _failure(process.stdout) if process.returncode else ""
-
-
-def _failure(output: str) -> str:
-    failures = [line for line in output.splitlines() if line.startswith(("FAILED", "ERROR"))]
-    return failures[0][:150] if failures else output[-300:]
+    environment = os.environ | {"PYTHONPATH": str(folder), "HF_HUB_OFFLINE": "1", "RPG_CUDA_STUBS": "1"}
+    environment["LD_LIBRARY_PATH"] = str(ROOT / ".venv-cuda/stubs")
+    command = [python, "-m", "pytest", *_OPTIONS, *tests]
+    process = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
+    return failure_of(process.stdout)[:150] if process.returncode else ""
 
 
 _LIBRARIES = (

@@ -5,8 +5,6 @@ trainer.
 from __future__ import annotations
 
 import asyncio
-import random
-import runpy
 import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -15,30 +13,20 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
-from tokenizers import Tokenizer
 from transformers import AutoModelForCausalLM
 
-from benchmarks.policies import (
-    QWEN3,
-    SHAPES,
-    SMALL_HEADS,
-    batch_of,
-    build,
-    forget,
-    on_ranks,
-    start,
-    trajectory_of,
-    write_checkpoint,
-)
-from benchmarks.setup import QUICKSTART, Report, benchmark, main
-from rpg_megatron.config import ModelShape, Settings, read_model_shape
+from benchmarks.policies import SHAPES, batch_of, build, forget, on_rank, sized, start, trajectory_of
+from benchmarks.policies import write_checkpoint as write_random
+from benchmarks.setup import Table, benchmark, main
+from rpg_megatron.config import Settings
 from rpg_megatron.config.model_shape import ExpertShape
 from rpg_megatron.data.trajectory import Trajectory
 from rpg_megatron.models.layer import FUSED
 from rpg_megatron.models.registry import mapping_for
+from rpg_megatron.policy.model import Mesh
 from rpg_megatron.policy.policy import Policy
 from rpg_megatron.training.loss import build_aggregator, build_loss
-from tests.support.tiny_models import write_checkpoint as write_weights
+from tests.support.tiny_models import write_checkpoint
 
 RECIPES = ("blockwise", "tensorwise", "delayed", "blockwise+params", "tensorwise+params")
 EMULATED = RECIPES[:3]
@@ -52,8 +40,7 @@ SECTIONS = {"training": {"tokens_per_microbatch": 8192}, "optimizer": {"clip_gra
 
 @benchmark(device="cpu", shape="tiny", lengths=(40, 30), recipes=("blockwise",))
 def precisions(
-    report: Report,
-    shape: Literal["quickstart", "0.6b", "4b", "29m", "tiny"] = "0.6b",
+    shape: Literal["0.6b", "4b", "29m", "tiny"] = "0.6b",
     layers: int | None = None,
     lengths: tuple[int, ...] = (100, 1000, 2000),
     recipes: tuple[str, ...] | None = None,
@@ -61,35 +48,24 @@ def precisions(
 ) -> None:
     """Log-probs and gradients of each precision against bfloat16; on a CPU, FP8 is emulated.
 
-    One micro-batch of random sequences through a random checkpoint; ``--shape quickstart``: the quickstart's
-    model, on 256 problems and solutions of its own kind. Log-probs: mean and largest difference in nats, and
-    the norm of the difference over the norm; the latter also for the gradient of all parameters together.
-    float32 uses Megatron's own layers, as on a CPU. Delayed scaling has two rows: with the initial scales of
-    1, and with those after one update. Not yet run on a GPU.
+    One micro-batch of random sequences through a random checkpoint. Log-probs: mean and largest difference
+    in nats, and the norm of the difference over the norm; the latter also for the gradient of all parameters
+    together. float32 uses Megatron's own layers, as on a CPU. Delayed scaling has two rows: with the initial
+    scales of 1, and with those after one update.
     """
     place, mesh = start(device)
-    chosen = recipes or (RECIPES if device == "cuda" else EMULATED)
+    model = replace(SHAPES[shape], num_layers=layers or SHAPES[shape].num_layers)
+    batch = batch_of(lengths, model.vocab_size)
     with tempfile.TemporaryDirectory() as work:
-        if shape == "quickstart":
-            folder = QUICKSTART / "model"
-            model, batch = read_model_shape(folder), quickstart_problems(256)
-        else:
-            model = replace(SHAPES[shape], num_layers=layers or SHAPES[shape].num_layers)
-            folder, batch = write_checkpoint(Path(work) / "model", model), batch_of(lengths, model.vocab_size)
+        folder = write_random(Path(work) / "model", model)
 
         def policy_in(precision: str) -> Policy:
             forget()
             return build(model, mesh, place, precision, folder, **SECTIONS)
 
         base = numbers(policy_in("bf16"), batch)
-        columns = (
-            "against bfloat16",
-            "log-probs: mean, nats|.4f",
-            "largest|.3f",
-            "relative|.2%",
-            "gradient|.1%",
-        )
-        table = report.table(*columns, title=shape)
+        columns = ("against bfloat16", "log-probs: mean, nats|.4f", "largest|.3f", "relative|.2%")
+        table = Table(*columns, "gradient|.1%", title=shape)
 
         def row(name: str, logp: torch.Tensor, gradient: torch.Tensor | None = None) -> None:
             gap = logp - base[0]
@@ -99,7 +75,7 @@ def precisions(
 
         row("float32", *numbers(policy_in("fp32"), batch))
         row("transformers in bfloat16", by_transformers(folder, batch, place))
-        for recipe in chosen:
+        for recipe in recipes or (RECIPES if device == "cuda" else EMULATED):
             policy = policy_in(recipe)
             values = numbers(policy, batch)
             if recipe == "delayed":
@@ -107,22 +83,6 @@ def precisions(
                 values = numbers(policy, batch)
             row(recipe, *values)
             del policy
-
-
-def quickstart_problems(count: int, seed: int = 0) -> list[Trajectory]:
-    """The quickstart's problems, each with a right or wrong solution as the model has learnt to write it."""
-    script = runpy.run_path(str(QUICKSTART / "make_quickstart.py"))
-    tokenizer = Tokenizer.from_file(str(QUICKSTART / "model" / "tokenizer.json"))
-    rng, trajectories = random.Random(seed), []
-    for number in range(count):
-        problem = script["draw_problem"](rng)
-        prompt, solution = (
-            tokenizer.encode(text, add_special_tokens=False).ids
-            for text in (script["prompt_of"](problem), script["solution"](problem, rng))
-        )
-        tokens = np.array(prompt + solution, np.int32)
-        trajectories.append(trajectory_of(tokens, len(prompt), number))
-    return trajectories
 
 
 def numbers(policy: Policy, batch: list[Trajectory]) -> tuple[torch.Tensor, torch.Tensor]:
@@ -160,19 +120,10 @@ def by_transformers(folder: Path, batch: list[Trajectory], device: torch.device)
 
 # -- router replay -------------------------------------------------------------------------------------------
 
-EXPERTS = replace(
-    QWEN3,
-    family="qwen3_moe",
-    num_layers=8,
-    hidden_size=128,
-    ffn_hidden_size=128,
-    vocab_size=256,
-    tied_embeddings=False,
-    max_positions=512,
-    dtype="float32",
-    experts=ExpertShape(32, 4, 64, True, tuple(range(8))),
-    **SMALL_HEADS | {"num_heads": 4, "num_kv_heads": 2, "head_dim": 32},
-)
+EXPERTS = sized(
+    *(8, 128, 128, 4, 2, 32, 256), family="qwen3_moe", tied_embeddings=False, max_positions=512,
+    dtype="float32", experts=ExpertShape(32, 4, 64, True, tuple(range(8))),
+)  # fmt: skip
 PROMPTS = (5, 17, 40, 3, 9, 25, 12, 30)
 """Lengths in tokens."""
 
@@ -192,19 +143,18 @@ class Row(NamedTuple):
 
 
 @benchmark(responses=1)
-def replay(report: Report, responses: int = 16, folder: Path | None = None) -> None:
+def replay(responses: int = 16) -> None:
     """What replaying the engine's experts does to log-probs (docs/evidence/mixture-of-experts.md).
 
     A mixture of 8 layers with 32 experts each, of which a token takes 4 (random weights); a real engine on a
     CPU samples 8 x ``responses`` responses in float32 and in bfloat16, and the trainer scores them in the
-    same precision, with its own choice of experts and with the engine's. |old - behaviour| in nats. folder:
-    keeps logs.
+    same precision, with its own choice of experts and with the engine's. |old - behaviour| in nats.
     """
     columns = ("engine and trainer", "tokens", "choices that differ|.2%", "tokens with one|.1%", "experts")
-    table = report.table(*columns, "mean|.1e", "p99|.1e", "max|.1e")
+    table = Table(*columns, "mean|.1e", "p99|.1e", "max|.1e")
     with tempfile.TemporaryDirectory() as scratch:
         for dtype in ("float32", "bfloat16"):
-            row = measure_replay((folder or Path(scratch)) / dtype, dtype, responses)
+            row = measure_replay(Path(scratch) / dtype, dtype, responses)
             table.row(dtype, row.tokens, row.changed, row.changed_tokens, "the trainer's", *row.own)
             table.row(dtype, row.tokens, None, None, "replayed", *row.replayed)
 
@@ -216,37 +166,34 @@ def measure_replay(folder: Path, dtype: str, responses: int = 16) -> Row:
         name: ((len(dims) == 1) + 0.1 * rng.normal(size=dims)).astype(np.float32)
         for name, dims in mapping_for(EXPERTS).hf_tensors().items()
     }
+    engine = {"max_sequences": 64, "kv_cache_gib": 0.25, "cpu_threads": 1}
+    engine |= {"arguments": ["--skip-tokenizer-init"]}
     settings = Settings.model_validate(
         {
             "device": "cpu",
-            "model": {"path": str(write_weights(folder / "model", EXPERTS, weights))},
+            "model": {"path": str(write_checkpoint(folder / "model", EXPERTS, weights))},
             "data": {"path": "unused", "max_prompt_tokens": 64},
             "precision": {"dtype": dtype},
             "optimizer": {"distributed": False},
             "training": {"router_replay": "rollout"},
             "rollout": {"prompts_per_step": 16, "max_response_tokens": 128},
-            "engine": {
-                "max_sequences": 64,
-                "kv_cache_gib": 0.25,
-                "cpu_threads": 1,
-                "arguments": ["--skip-tokenizer-init"],
-            },
+            "engine": engine,
         }
     )
-    return Row(**on_ranks(1, _score, settings, _sample(settings, folder, EXPERTS, responses)))
+    return on_rank(_score, settings, _sample(settings, folder, responses))
 
 
-def _sample(settings: Settings, folder: Path, shape: ModelShape, responses: int) -> list[Trajectory]:
+def _sample(settings: Settings, folder: Path, responses: int) -> list[Trajectory]:
     """Responses of a real engine with the checkpoint's weights, with routes."""
     # Not at the top: ``precisions`` needs no engine's packages.
     from rpg_megatron.engine.client import EngineClient
     from tests.support.engine import running_engines
 
     rng = np.random.default_rng(1)
-    prompts = [rng.integers(0, shape.vocab_size, n).astype(np.int32) for n in PROMPTS]
+    prompts = [rng.integers(0, EXPERTS.vocab_size, n).astype(np.int32) for n in PROMPTS]
 
     async def ask(socket: Path, token: str) -> list[Any]:
-        client = EngineClient(0, socket, token, timeout=1800, experts=shape.experts)
+        client = EngineClient(0, socket, token, timeout=1800, experts=EXPERTS.experts)
         options = {"max_tokens": settings.rollout.max_response_tokens, "temperature": 1.0}
         requests = [client.generate(p, n=responses, seed=1000 * i, **options) for i, p in enumerate(prompts)]
         try:
@@ -265,13 +212,11 @@ def _sample(settings: Settings, folder: Path, shape: ModelShape, responses: int)
     return trajectories
 
 
-def _score(device: torch.device, settings: Settings, trajectories: list[Trajectory]) -> dict[str, Any]:
-    """On a trainer rank: the fields of a row."""
-    from rpg_megatron.policy.model import start_mesh
-    from rpg_megatron.policy.router_replay import count_changes
+def _score(device: torch.device, mesh: Mesh, settings: Settings, trajectories: list[Trajectory]) -> Row:
+    """On a trainer rank."""
+    from rpg_megatron.policy.router_replay import change_metrics, count_changes
     from tests.support.rank_policy import checkpoint_policy
 
-    mesh = start_mesh(settings.parallel)
     policy = checkpoint_policy(settings, mesh, device)
     assert policy.replayed is not None
     packs = [policy.pack(trajectories[i : i + 16]) for i in range(0, len(trajectories), 16)]
@@ -285,15 +230,11 @@ def _score(device: torch.device, settings: Settings, trajectories: list[Trajecto
                 yield np.abs(logp.numpy().astype(np.float64) - t.behaviour)
 
     replayed = np.concatenate(list(gaps(packs)))
-    changes = count_changes(packs, policy.replayed, mesh)
+    changes = change_metrics(count_changes(packs, mesh), policy.replayed)
     own = np.concatenate(list(gaps([pack.without_routes() for pack in packs])))
-    return {
-        "tokens": len(own),
-        "changed": changes["routes/changed"],
-        "changed_tokens": changes["routes/changed_tokens"],
-        "own": (own.mean(), np.quantile(own, 0.99), own.max()),
-        "replayed": (replayed.mean(), np.quantile(replayed, 0.99), replayed.max()),
-    }
+    shares = changes["routes/changed"], changes["routes/changed_tokens"]
+    spread = [(gap.mean(), np.quantile(gap, 0.99), gap.max()) for gap in (own, replayed)]
+    return Row(len(own), *shares, *spread)
 
 
 if __name__ == "__main__":

@@ -28,103 +28,63 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 LAYERS = [
-    "config/families.py",
-    "config/model_config.py",
-    "config/expert_config.py",
-    "config/model_shape.py",
-    "models/partition.py",
-    "models/layer.py",
-    "models/decoder.py",
-    "policy/layer_specs.py",
-    "policy/latent_attention.py",
-    "policy/rotary.py",
-    "policy/layers.py",
-    "policy/attention.py",
+    *("config/families.py", "config/model_config.py", "config/expert_config.py", "config/model_shape.py"),
+    *("models/partition.py", "models/layer.py", "models/decoder.py", "policy/layer_specs.py"),
+    *("policy/latent_attention.py", "policy/rotary.py", "policy/layers.py", "policy/attention.py"),
     "checkpoints/hf_forms.py",
 ]
 LAYER_TESTS = [
-    [
-        "tests/unit/test_model_shape.py",
-        "tests/unit/test_model_mapping.py",
-        "tests/unit/test_mappings_against_megatron_bridge.py",
-        "tests/unit/test_packed_attention.py",
-        "tests/unit/test_hf_checkpoints.py",
-        "tests/unit/test_fp8_files.py",
-        "tests/unit/test_layer_checks.py",
-        "tests/unit/test_audit_verdict.py",
-        "tests/unit/test_checks.py",
-        "tests/unit/test_examples.py",
-    ],
-    ["tests/distributed/test_families.py"],
-    ["tests/distributed/test_layouts.py", "tests/distributed/test_experts.py"],
-    ["tests/distributed/test_plan_memory.py", "tests/integration/test_convert_tools.py"],
+    "unit/model_shape unit/model_mapping unit/mappings_against_megatron_bridge unit/packed_attention "
+    "unit/hf_checkpoints unit/fp8_files unit/layer_checks unit/audit_verdict unit/checks unit/examples",
+    "distributed/families",
+    "distributed/layouts distributed/experts",
+    "distributed/plan_memory integration/convert_tools",
 ]
 """Of the default tier, in groups, the fastest first."""
-_RUN = "tests/integration/test_feature_pair_runs.py"
-_UPDATES = [
-    *("tests/unit/test_training_metrics.py", "tests/unit/test_step_warnings.py"),
-    *(
-        f"tests/distributed/test_{name}.py"
-        for name in ("training_knobs", "old_from_update", "skipped_updates")
-    ),
-    *(f"tests/distributed/test_{name}.py" for name in ("probes", "router_replay", "batch_scatter")),
-]
+_UPDATES = (
+    " unit/training_metrics unit/step_warnings distributed/training_knobs distributed/old_from_update"
+    " distributed/skipped_updates distributed/probes distributed/router_replay distributed/batch_scatter"
+)
 PAIRS = {
-    "bridge/controller.py": ["tests/unit/test_sync_controller.py", "tests/unit/test_weight_checksum.py"],
-    "bridge/publisher.py": [
-        *("tests/unit/test_shared_memory_transport.py", "tests/distributed/test_publisher_ranks.py"),
-        "tests/distributed/test_process_group_transport.py",
-    ],
-    "policy/lora.py": ["tests/unit/test_lora.py", "tests/distributed/test_lora_layouts.py"],
-    "policy/microbatch.py": [
-        "tests/unit/test_shared_prompt_rows.py",
-        "tests/distributed/test_shared_prompts.py",
-    ],
-    "policy/policy.py": ["tests/unit/test_router_routes.py", "tests/distributed/test_layouts.py"],
-    "policy/router_replay.py": [
-        "tests/unit/test_router_routes.py",
-        "tests/distributed/test_router_replay.py",
-    ],
-    "policy/teacher.py": ["tests/distributed/test_teachers.py"],
-    "rollout/admission.py": ["tests/unit/test_admission.py"],
-    "rollout/conversation.py": [
-        *("tests/unit/test_conversations.py", "tests/unit/test_episodes.py", "tests/unit/test_gateway.py"),
-        "tests/unit/test_episode_pool.py",
-    ],
-    "rollout/kept_groups.py": ["tests/unit/test_kept_groups.py"],
-    "rollout/producer.py": [
-        *("tests/unit/test_sampler_ahead.py", "tests/unit/test_sampled_ahead.py"),
-        *("tests/unit/test_sampler.py", "tests/unit/test_plan_ahead.py"),
-    ],
+    "bridge/controller.py": "unit/sync_controller unit/weight_checksum",
+    "bridge/publisher.py": "unit/shared_memory_transport distributed/publisher_ranks "
+    "distributed/process_group_transport",
+    "policy/lora.py": "unit/lora distributed/lora_layouts",
+    "policy/microbatch.py": "unit/shared_prompt_rows distributed/shared_prompts",
+    "policy/policy.py": "unit/router_routes distributed/layouts",
+    "policy/router_replay.py": "unit/router_routes distributed/router_replay",
+    "policy/teacher.py": "distributed/teachers",
+    "rollout/admission.py": "unit/admission",
+    "rollout/conversation.py": "unit/conversations unit/episodes unit/gateway unit/episode_pool",
+    "rollout/kept_groups.py": "unit/kept_groups",
+    "rollout/producer.py": "unit/sampler_ahead unit/sampled_ahead unit/sampler unit/plan_ahead",
     "training/advantages.py": _UPDATES,
-    "training/batch_scoring.py": ["tests/unit/test_shared_prompt_rows.py", *_UPDATES],
-    "training/off_policy.py": ["tests/unit/test_training_metrics.py", *_UPDATES],
-    "training/run.py": ["tests/unit/test_lora.py", "tests/unit/test_weight_sync.py", *_UPDATES],
-    "training/trainer.py": [
-        "tests/unit/test_open_metrics.py",
-        "tests/unit/test_hf_checkpoints.py",
-        "tests/unit/test_layer_checks.py",
-        *_UPDATES,
-    ],
-    "training/weight_sync.py": [
-        *("tests/unit/test_weight_sync.py", "tests/distributed/test_weight_fan_out.py"),
-        *_UPDATES,
-    ],
+    "training/batch_scoring.py": "unit/shared_prompt_rows" + _UPDATES,
+    "training/off_policy.py": _UPDATES,
+    "training/run.py": "unit/lora unit/weight_sync" + _UPDATES,
+    "training/trainer.py": "unit/open_metrics unit/hf_checkpoints unit/layer_checks" + _UPDATES,
+    "training/weight_sync.py": "unit/weight_sync distributed/weight_fan_out" + _UPDATES,
 }
 """Module where features meet -> tests of the default tier that reach it; the run of pairs comes last."""
 _OPERATORS = {ast.Add: "-", ast.Sub: "+", ast.Mult: "//", ast.FloorDiv: "*", ast.Div: "*", ast.Mod: "//"}
 _COMPARED = {
-    ast.Lt: "<=",
-    ast.LtE: "<",
-    ast.Gt: ">=",
-    ast.GtE: ">",
-    ast.Eq: "!=",
-    ast.NotEq: "==",
-    ast.In: "not in",
-    ast.NotIn: "in",
-    ast.Is: "is not",
-    ast.IsNot: "is",
+    **{ast.Lt: "<=", ast.LtE: "<", ast.Gt: ">=", ast.GtE: ">", ast.Eq: "!=", ast.NotEq: "=="},
+    **{ast.In: "not in", ast.NotIn: "in", ast.Is: "is not", ast.IsNot: "is"},
 }
+
+
+def files_of(tests: str) -> list[str]:
+    """``unit/lora distributed/teachers`` -> their files, which must exist."""
+    files = ["tests/{}/test_{}.py".format(*test.split("/")) for test in tests.split()]
+    if missing := [file for file in files if not (ROOT / file).exists()]:
+        raise SystemExit(f"no such tests: {', '.join(missing)}")
+    return files
+
+
+def failure_of(output: str) -> str:
+    """The first test that failed in pytest's output, else the output's end."""
+    failed = [line for line in output.splitlines() if line.startswith(("FAILED", "ERROR"))]
+    return failed[0] if failed else output[-300:]
 
 
 @dataclass(frozen=True)
@@ -137,19 +97,22 @@ class Mutation:
     end: int
     text: str
 
+    def changed(self, source: str) -> tuple[list[str], str]:
+        """The module's lines, of which one is changed, and that line before."""
+        lines = source.splitlines(keepends=True)
+        old = lines[self.line - 1].encode()
+        lines[self.line - 1] = (old[: self.start] + self.text.encode() + old[self.end :]).decode()
+        return lines, old.decode()
+
     def apply(self, root: Path) -> None:
         """Change the module in a copy of the repository."""
         file = root / "rpg_megatron" / self.module
-        lines = file.read_text().splitlines(keepends=True)
-        old = lines[self.line - 1].encode()
-        lines[self.line - 1] = (old[: self.start] + self.text.encode() + old[self.end :]).decode()
-        file.write_text("".join(lines))
+        file.write_text("".join(self.changed(file.read_text())[0]))
 
     def __str__(self) -> str:
         """Place, and the line before and after."""
-        line = (ROOT / "rpg_megatron" / self.module).read_text().splitlines()[self.line - 1].encode()
-        changed = (line[: self.start] + self.text.encode() + line[self.end :]).decode().strip()
-        return f"{self.module}:{self.line}: {line.decode().strip()}  ->  {changed}"
+        lines, old = self.changed((ROOT / "rpg_megatron" / self.module).read_text())
+        return f"{self.module}:{self.line}: {old.strip()}  ->  {lines[self.line - 1].strip()}"
 
 
 def find_mutations(module: str, *, logic: bool = False) -> list[Mutation]:
@@ -221,8 +184,7 @@ def first_failure(root: Path, groups: list[list[str]]) -> str:
         command = [sys.executable, "-m", "pytest", "-x", "-q", "-m", "not long and not gpu", *tests]
         done = subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True, check=False)
         if done.returncode:
-            failed = [line for line in done.stdout.splitlines() if line.startswith(("FAILED", "ERROR"))]
-            return failed[0] if failed else f"pytest ended with {done.returncode}"
+            return failure_of(done.stdout) or f"pytest ended with {done.returncode}"
     return ""
 
 
@@ -238,22 +200,23 @@ def main() -> None:
     pairs = options.subject == "pairs"
     modules = list(PAIRS) if pairs else LAYERS
     everything = [mutation for module in modules for mutation in find_mutations(module, logic=pairs)]
-    drawn = random.Random(options.seed).sample(everything, options.count)
-    print(
-        f"{len(everything)} mutations in {len(modules)} modules; {len(drawn)} drawn with seed {options.seed}"
-    )
+    drawn, seed = random.Random(options.seed).sample(everything, options.count), options.seed
+    print(f"{len(everything)} mutations in {len(modules)} modules; {len(drawn)} drawn with seed {seed}")
     survivors, began = [], time.monotonic()
     for number, mutation in enumerate(drawn[options.first :], options.first + 1):
         print(f"{number:2} {mutation}", flush=True)
         if options.list:
             continue
+        groups = [files_of(tests) for tests in LAYER_TESTS]
+        if pairs:
+            run = "integration/feature_pair_runs"
+            groups = [[file] for file in files_of(f"{PAIRS[mutation.module]} {run}")]
         with tempfile.TemporaryDirectory() as folder:
             root = Path(folder) / "copy"
             ignore = shutil.ignore_patterns(".git", ".venv*", "runs", "evals", "site", "*_cache")
             shutil.copytree(ROOT, root, ignore=ignore, symlinks=True)
             mutation.apply(root)
-            tests = [[test] for test in [*PAIRS[mutation.module], _RUN]] if pairs else LAYER_TESTS
-            found = first_failure(root, tests)
+            found = first_failure(root, groups)
         print(f"   {found or 'NOT FOUND'} ({time.monotonic() - began:.0f} s)", flush=True)
         survivors += [] if found else [mutation]
     if not options.list:

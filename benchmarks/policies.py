@@ -8,25 +8,20 @@ from __future__ import annotations
 
 import gc
 import json
+import multiprocessing
 import os
-import pickle
 import shutil
-import tempfile
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-import torch.distributed as dist
-import torch.multiprocessing
 from safetensors.torch import save_file
 
 from benchmarks.setup import QUICKSTART
-from rpg_megatron.checkpoints.hf_export import group_shards
-from rpg_megatron.checkpoints.hf_files import INDEX
 from rpg_megatron.checkpoints.hf_import import load_hf_weights
 from rpg_megatron.config import Settings
 from rpg_megatron.config.model_shape import ModelShape, Rope
@@ -42,55 +37,38 @@ from tests.support.ranks import free_port
 from tests.support.tiny_models import config_of
 
 QWEN3 = ModelShape(
-    family="qwen3",
-    num_layers=36,
-    hidden_size=2560,
-    ffn_hidden_size=9728,
-    num_heads=32,
-    num_kv_heads=8,
-    head_dim=128,
-    vocab_size=151936,
-    tied_embeddings=True,
-    qk_norm=True,
-    qkv_bias=False,
-    rope=Rope(1e6),
-    norm_eps=1e-6,
-    max_positions=40960,
-    dtype="bfloat16",
+    "qwen3", num_layers=36, hidden_size=2560, ffn_hidden_size=9728, num_heads=32, num_kv_heads=8,
+    head_dim=128, vocab_size=151936, tied_embeddings=True, qk_norm=True, qkv_bias=False, rope=Rope(1e6),
+    norm_eps=1e-6, max_positions=40960, dtype="bfloat16",
+)  # fmt: skip
+_SIZES = (
+    "num_layers",
+    "hidden_size",
+    "ffn_hidden_size",
+    "num_heads",
+    "num_kv_heads",
+    "head_dim",
+    "vocab_size",
 )
-SMALL_HEADS = {"num_heads": 8, "num_kv_heads": 4, "head_dim": 64}
+
+
+def sized(*sizes: int, **fields: Any) -> ModelShape:
+    """A Qwen3 of other sizes: layers, hidden size, MLP, heads, key heads, head size, vocabulary."""
+    return replace(QWEN3, **dict(zip(_SIZES, sizes, strict=True)), **fields)
+
+
 SHAPES = {
-    "0.6b": replace(QWEN3, num_layers=28, hidden_size=1024, ffn_hidden_size=3072, num_heads=16),
+    "0.6b": sized(28, 1024, 3072, 16, 8, 128, 151936),
     "4b": QWEN3,
-    "8b": replace(QWEN3, hidden_size=4096, ffn_hidden_size=12288, tied_embeddings=False),
-    "29m": replace(
-        QWEN3,
-        num_layers=8,
-        hidden_size=512,
-        ffn_hidden_size=1536,
-        vocab_size=4096,
-        tied_embeddings=False,
-        **SMALL_HEADS,
-    ),
-    "tiny": replace(
-        QWEN3,
-        num_layers=2,
-        hidden_size=128,
-        ffn_hidden_size=256,
-        num_heads=2,
-        num_kv_heads=1,
-        head_dim=64,
-        vocab_size=512,
-    ),
+    "8b": sized(36, 4096, 12288, 32, 8, 128, 151936, tied_embeddings=False),
+    "29m": sized(8, 512, 1536, 8, 4, 64, 4096, tied_embeddings=False),
+    "tiny": sized(2, 128, 256, 2, 1, 64, 512),
 }
 """Qwen3's sizes, by name."""
 
 
-def write_checkpoint(folder: Path, shape: ModelShape, seed: int = 0, *, file_bytes: int = 1 << 40) -> Path:
-    """A Hugging Face checkpoint of a shape with random weights, and the quickstart's tokenizer.
-
-    file_bytes: maximum size of a file, except that a tensor is not split.
-    """
+def write_checkpoint(folder: Path, shape: ModelShape) -> Path:
+    """A Hugging Face checkpoint of a shape with random weights, and the quickstart's tokenizer."""
     folder.mkdir(parents=True)
     for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "generation_config.json"):
         shutil.copy(QUICKSTART / "model" / name, folder)
@@ -98,26 +76,18 @@ def write_checkpoint(folder: Path, shape: ModelShape, seed: int = 0, *, file_byt
     config = config_of(shape) | {"eos_token_id": eos, "pad_token_id": eos}
     (folder / "config.json").write_text(json.dumps(config, indent=1), encoding="utf-8")
     shapes, dtype = mapping_for(shape).hf_tensors(), torch_dtype(shape.dtype)
-    numbers = {name: number for number, name in enumerate(shapes)}
-    sizes = {name: dtype.itemsize * torch.Size(dims).numel() for name, dims in shapes.items()}
-    weight_map: dict[str, str] = {}
     with ThreadPoolExecutor(8) as pool:  # torch draws normal numbers on one thread: a minute for 4B of them
-        for names in group_shards(sizes, file_bytes):
-            seeds = [[seed, numbers[name]] for name in names]
-            tensors = pool.map(_random, (shapes[n] for n in names), seeds)
-            file = f"model-{len(set(weight_map.values()))}.safetensors"
-            weights = {name: tensor.to(dtype) for name, tensor in zip(names, tensors, strict=True)}
-            save_file(weights, folder / file, metadata={"format": "pt"})
-            weight_map |= dict.fromkeys(names, file)
-    (folder / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+        tensors = pool.map(_random, shapes.values(), range(len(shapes)))
+        weights = {name: tensor.to(dtype) for name, tensor in zip(shapes, tensors, strict=True)}
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
     return folder
 
 
-def _random(dims: Sequence[int], seed: list[int]) -> torch.Tensor:
+def _random(dims: Sequence[int], seed: int) -> torch.Tensor:
     """Ones for a norm or a bias, else normal numbers."""
     if len(dims) == 1:
         return torch.ones(dims)
-    return torch.from_numpy(np.random.default_rng(seed).standard_normal(dims, np.float32)).mul_(0.02)
+    return torch.from_numpy(np.random.default_rng([0, seed]).standard_normal(dims, np.float32)).mul_(0.02)
 
 
 def start(device: str) -> tuple[torch.device, Mesh]:
@@ -129,26 +99,15 @@ def start(device: str) -> tuple[torch.device, Mesh]:
     return place, start_mesh(ParallelSettings())
 
 
-def on_ranks(world: int, function: Callable[..., Any], *arguments: Any) -> Any:
-    """Call ``function(device, *arguments)`` on new processes joined over gloo; returns rank 0's result."""
-    with tempfile.TemporaryDirectory() as folder:
-        file = Path(folder) / "result"
-        torch.multiprocessing.spawn(_be_rank, (world, free_port(), file, function, arguments), nprocs=world)
-        return pickle.loads(file.read_bytes())
+def on_rank(function: Callable[..., Any], *arguments: Any) -> Any:
+    """The result of ``function(device, mesh, *arguments)`` in a new process, which is the only rank."""
+    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
+        return pool.submit(_be_rank, function, arguments).result()
 
 
-def _be_rank(
-    rank: int, world: int, port: int, file: Path, function: Callable[..., Any], arguments: Sequence[Any]
-) -> None:
-    os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(world), "LOCAL_RANK": str(rank)}
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"}
-    device = start_device("cpu")
-    start_process_group(device)
-    result = function(device, *arguments)
-    if rank == 0:
-        file.write_bytes(pickle.dumps(result))
-    dist.barrier()
-    dist.destroy_process_group()
+def _be_rank(function: Callable[..., Any], arguments: Sequence[Any]) -> Any:
+    torch.set_num_threads(1)
+    return function(*start("cpu"), *arguments)
 
 
 def precision_of(name: str) -> dict[str, Any]:
@@ -168,21 +127,13 @@ def build(
     **sections: Any,
 ) -> Policy:
     """A policy with a checkpoint's weights; without one random, the same for a given seed and device."""
-    settings = Settings.model_validate(
-        {
-            "model": {"path": str(folder or "-")},
-            "data": {"path": "-"},
-            "device": device.type,
-            "precision": precision_of(precision),
-            "objective": {"clip": None},
-            **sections,
-        }
-    )
+    named = {"model": {"path": str(folder or "-")}, "data": {"path": "-"}, "device": device.type}
+    numbers = {"precision": precision_of(precision), "objective": {"clip": None}}
+    settings = Settings.model_validate(named | numbers | sections)
 
     def load(policy: Policy) -> None:
         if folder:
-            params = policy.loadable_parameters()
-            load_hf_weights(folder, params, mapping_for(shape), ONE_RANK)
+            load_hf_weights(folder, policy.loadable_parameters(), mapping_for(shape), ONE_RANK)
 
     return Policy(settings, shape, mesh, device, load)
 
@@ -206,17 +157,9 @@ def trajectory_of(tokens: np.ndarray, prompt: int, number: int = 0, vocab: int =
     """A response of length ``len(tokens) - prompt``, each token with the log-prob of a uniform policy."""
     response = tokens[prompt:]
     uniform = np.full(len(response), -np.log(vocab), np.float32)
+    versions = np.zeros(len(response), np.int32)
     return Trajectory(
-        prompt_id=number,
-        sample=0,
-        group=number,
-        prompt=tokens[:prompt],
-        response=response,
-        behaviour=uniform,
-        old=uniform,
-        anchor=uniform,
-        versions=np.zeros(len(response), np.int32),
-        finish="length",
-        text="",
+        prompt_id=number, sample=0, group=number, prompt=tokens[:prompt], response=response,
+        versions=versions, behaviour=uniform, old=uniform, anchor=uniform, finish="length", text="",
         advantage=(-1.0) ** number,
-    )
+    )  # fmt: skip

@@ -13,7 +13,6 @@ import math
 import multiprocessing
 import os
 import random
-import secrets
 import statistics
 import subprocess
 import sys
@@ -28,16 +27,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from benchmarks.setup import (
-    Report,
-    benchmark,
-    cpu_seconds,
-    main,
-    memory_of,
-    process_tree,
-    python_path,
-    seconds,
-)
+from benchmarks.setup import ROOT, Table, benchmark, main, process_tree, python_path, seconds
 from rpg_megatron.bridge.manifest import Layout, Manifest, PublishedBox, PublishedTensor, Shard
 from rpg_megatron.bridge.vllm.sync_route import StepsDone, sum_acks
 from rpg_megatron.config.cluster import TOKEN_VARIABLE
@@ -57,6 +47,7 @@ from tests.support.tiny_models import TINY
 
 VOCABULARY = 151_936
 SAMPLES = 16
+TOKEN = "a token"
 DELAY = 10.0
 """Seconds within which the stand-ins answer."""
 TARGET = 8192
@@ -103,7 +94,7 @@ class LongResponses(StandIns):
 
         super().__init__()
         tokenizer = Tokenizer.from_file(str(folder / "model" / "tokenizer.json"))
-        source = "".join(f.read_text() for f in sorted(Path(__file__).parent.glob("*.py")))
+        source = "".join(f.read_text() for f in sorted((ROOT / "rpg_megatron/rollout").glob("*.py")))
         text = np.array(tokenizer.encode(source).ids, np.int32)
         self._text = np.tile(text, -(-2 * tokens // len(text)))
         self._end = np.array(tokenizer.encode("\nAnswer: 12").ids, np.int32)
@@ -125,49 +116,36 @@ class LongResponses(StandIns):
 
 @benchmark(engines=4, tokens=256, groups=4, burst=True)
 def sampler(
-    report: Report,
-    engines: int = 64,
-    tokens: int = 8192,
-    groups: int = 64,
-    workers: int = 1,
-    burst: bool = False,
-    reward: str = "answer_line",
+    engines: int = 64, tokens: int = 8192, groups: int = 64, workers: int = 1, burst: bool = False
 ) -> None:
     """Sampler, its workers, the leaders' fetch, and the journal: CPU time of a step.
 
     They are the product's, in their own processes. The tokenizer has 151,936 tokens. groups: of 16 responses
     with ``tokens`` tokens. workers: rollout.workers. The stand-ins answer within 10 s, or with ``--burst`` at
     once. Their answers are determined by prompt and seed, so the hash of the batch must not depend on these
-    options. Each response is graded by
-    rules, as most are: no reward workers run; ``--reward operator:ne`` is a function. Tail: of 8,192
+    options. Each response is graded by rules, as most are: no reward workers run. Tail: of 8,192
     trajectories that end together, with 8 workers: the serial part and an eighth of the rest.
     """
     with tempfile.TemporaryDirectory() as name:
-        folder, token = Path(name), secrets.token_urlsafe()
-        _write_inputs(folder, engines, tokens, groups, workers, reward)
-        command = [sys.executable, "-m", "rpg_megatron.rollout.sampler", *[str(folder)] * 3]
-        environment = os.environ | python_path() | {TOKEN_VARIABLE: token}
+        folder = Path(name)
+        _write_inputs(folder, engines, tokens, groups, workers)
+        command = [sys.executable, "-m", "rpg_megatron.rollout.sampler", name, name]
+        environment = os.environ | python_path() | {TOKEN_VARIABLE: TOKEN}
         with serving(LongResponses, folder, engines, folder, tokens, burst):
-            process = subprocess.Popen(command, env=environment, stderr=(folder / "log").open("w"))
+            process = subprocess.Popen(command, env=environment)
             try:
-                cpu_used, grown, fetched, trajectories = _one_step(folder, process.pid, workers, token)
+                cpu_used, grown, fetched, trajectories = _one_step(folder, process.pid, workers)
             finally:
                 process.terminate()
                 process.wait()
         count, total = len(trajectories), sum(len(t.response) for t in trajectories)
         digest = hashlib.sha256(b"".join(t.response.tobytes() + t.behaviour.tobytes() for t in trajectories))
-        report.say(f"{count} responses, {total:,} tokens, sha256 {digest.hexdigest()[:12]}")
+        print(f"{count} responses, {total:,} tokens, sha256 {digest.hexdigest()[:12]}")
         serial = cpu_used[0] / count if workers > 1 else 0.0
         parallel = sum(cpu_used) / count - serial
         tail = TARGET * (serial + parallel / 8) if workers > 1 else None
-        columns = (
-            "engines",
-            "workers",
-            "sampler, ms of CPU a trajectory|.3f",
-            "workers, ms|.3f",
-            "fetch, ms|.3f",
-        )
-        table = report.table(*columns, "tail, s|.1f", "MiB more")
+        columns = ("engines", "workers", "sampler, ms of CPU a trajectory|.3f", "workers, ms|.3f")
+        table = Table(*columns, "fetch, ms|.3f", "tail, s|.1f", "MiB more")
         sizes = ", ".join(f"{size / 2**20:,.0f}" for size in grown)
         table.row(engines, workers, 1e3 * serial or None, 1e3 * parallel, 1e3 * fetched / count, tail, sizes)
 
@@ -178,34 +156,39 @@ def sampler(
         write_rollouts(file, trajectories[:1])  # the first in a process imports pandas: 0.25 s
         written = seconds(lambda: write_rollouts(file, trajectories), clock=time.process_time)
         read = seconds(lambda: read_rollouts(file), clock=time.process_time)
-        table = report.table("journal", "written, µs of CPU a token|.3f", "bytes a token|.1f", "read, µs|.3f")
+        table = Table("journal", "written, µs of CPU a token|.3f", "bytes a token|.1f", "read, µs|.3f")
         table.row("rollouts/", 1e6 * written / total, file.stat().st_size / total, 1e6 * read / total)
 
 
-def _one_step(
-    folder: Path, pid: int, workers: int, token: str
-) -> tuple[list[float], list[int], float, list[Any]]:
+def _one_step(folder: Path, pid: int, workers: int) -> tuple[list[float], list[int], float, list[Any]]:
     """CPU seconds and growth in bytes of the sampler and its workers, CPU seconds of the fetch, and the
     trajectories.
     """
-    with SamplerClient(folder / SOCKET, token) as client:
-        source = TrajectoryClient(client.addresses(), token)
-        pids = [pid] + [
-            p.pid for p in process_tree(pid)[1:] if workers > 1 and "rollout.worker" in str(p.cmdline())
-        ]
-        before = [(cpu_seconds(p, tree=False), memory_of(p, "VmHWM")) for p in pids]
+    with SamplerClient(folder / SOCKET, TOKEN) as client:
+        source = TrajectoryClient(client.addresses(), TOKEN)
+        tree = process_tree(pid)
+        tree[1:] = [p for p in tree[1:] if workers > 1 and "rollout.worker" in str(p.cmdline())]
+
+        def used() -> np.ndarray:
+            return np.array([[sum(p.cpu_times()[:2]), _peak(p.pid)] for p in tree])
+
+        before = used()
         batch = client.rollout(1, 0)
         assert isinstance(batch, RolloutBatch)
         index, start = batch.index, time.process_time()
         trajectories = source.fetch(index.worker.tolist(), index.ticket.tolist(), index.sample.tolist())
         fetched = time.process_time() - start
-        cpu_used = [cpu_seconds(p, tree=False) - cpu for p, (cpu, _) in zip(pids, before, strict=True)]
-        grown = [memory_of(p, "VmHWM") - size for p, (_, size) in zip(pids, before, strict=True)]
+        cpu_used, grown = (used() - before).T.tolist()
         source.close()
     return cpu_used, grown, fetched, trajectories
 
 
-def _write_inputs(folder: Path, engines: int, tokens: int, groups: int, workers: int, reward: str) -> None:
+def _peak(pid: int) -> int:
+    """The largest resident size of a process so far, in bytes."""
+    return 1024 * int(Path(f"/proc/{pid}/status").read_text().partition("VmHWM:")[2].split()[0])
+
+
+def _write_inputs(folder: Path, engines: int, tokens: int, groups: int, workers: int) -> None:
     """A config, prompts, and a tokenizer trained on the package's own source, filled up to its size."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast, Qwen3Config
@@ -214,7 +197,7 @@ def _write_inputs(folder: Path, engines: int, tokens: int, groups: int, workers:
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(vocab_size=20_000, initial_alphabet=pre_tokenizers.ByteLevel.alphabet())
-    tokenizer.train([str(f) for f in Path(__file__).parents[1].rglob("rpg_megatron/**/*.py")], trainer)
+    tokenizer.train([str(f) for f in sorted((ROOT / "rpg_megatron").rglob("*.py"))], trainer)
     trained = json.loads(tokenizer.to_str())
     vocabulary = trained["model"]["vocab"]
     vocabulary |= {f"<unused {i}>": i for i in range(len(vocabulary), VOCABULARY - 1)}
@@ -229,7 +212,7 @@ def _write_inputs(folder: Path, engines: int, tokens: int, groups: int, workers:
         "device": "cpu",
         "model": {"path": "model"},
         "data": {"path": "train.jsonl"},
-        "reward": {"type": reward},
+        "reward": {"type": "answer_line"},
         "rollout": rollout | {"workers": workers},
         "training": {"minibatches": 1},
         "engine": {"replicas": engines, "max_sequences": 128},
@@ -240,16 +223,9 @@ def _write_inputs(folder: Path, engines: int, tokens: int, groups: int, workers:
 # -- weight sync ---------------------------------------------------------------------------------------------
 
 QWEN3_32B = replace(
-    TINY,
-    num_layers=64,
-    hidden_size=5120,
-    ffn_hidden_size=25600,
-    num_heads=64,
-    num_kv_heads=8,
-    head_dim=128,
-    vocab_size=151936,
-    dtype="bfloat16",
-)
+    TINY, num_layers=64, hidden_size=5120, ffn_hidden_size=25600, num_heads=64, num_kv_heads=8, head_dim=128,
+    vocab_size=VOCABULARY, dtype="bfloat16",
+)  # fmt: skip
 TENSOR, PIPELINE = 8, 8
 
 
@@ -301,12 +277,9 @@ def make_manifest() -> Manifest:
     for rank in range(TENSOR * PIPELINE):
         stage, tensor_rank = divmod(rank, TENSOR)
         place = RankCoordinates(rank, TENSOR, tensor_rank, stage, 0, 0, 128)
-        params = mapping.stage_params(
-            place,
-            layers=range(stage * layers, (stage + 1) * layers),
-            first=stage == 0,
-            last=stage == PIPELINE - 1,
-        )
+        layers_here = range(stage * layers, (stage + 1) * layers)
+        first, last = stage == 0, stage == PIPELINE - 1
+        params = mapping.stage_params(place, layers=layers_here, first=first, last=last)
         ranks.append(RankShards(place, tuple(params.items())))
     tensors = {}
     for name, owners in assign_owners(mapping, ranks).items():
@@ -321,7 +294,7 @@ def make_manifest() -> Manifest:
 
 
 @benchmark(engines=4, repeat=1)
-def sync(report: Report, engines: int = 256, workers: int = 8, repeat: int = 5) -> None:
+def sync(engines: int = 256, workers: int = 8, repeat: int = 5) -> None:
     """The sampler's calls of a weight sync to all engines, and the comparison of checksums. No weights are
     moved.
 
@@ -344,7 +317,7 @@ def sync(report: Report, engines: int = 256, workers: int = 8, repeat: int = 5) 
         for client in clients:
             await client.close()
         title = f"{engines} engines of {workers} workers, {len(manifest.tensors)} tensors"
-        table = report.table("sync", "CPU seconds|.3f", "ms an engine|.1f", ratio="CPU seconds", title=title)
+        table = Table("sync", "CPU seconds|.3f", "ms an engine|.1f", ratio="CPU seconds", title=title)
         for name, spent in (("the first, which connects", cpu[0]), ("later", statistics.median(cpu[1:]))):
             table.row(name, spent, 1e3 * spent / engines)
 
@@ -356,13 +329,13 @@ def sync(report: Report, engines: int = 256, workers: int = 8, repeat: int = 5) 
 
 
 @benchmark(trajectories=(512,), plain=512)
-def packing(report: Report, trajectories: tuple[int, ...] = (8192, 81920), plain: int = 8192) -> None:
+def packing(trajectories: tuple[int, ...] = (8192, 81920), plain: int = 8192) -> None:
     """Time to plan a step's batch on rank 0, against the plain rule that the plans are equal to.
 
     CPU seconds; the other ranks wait meanwhile. Lengths are log-normal with a median of 3,000 tokens, cut at
     9,216. The plain rule (``tests/support/plain_packing.py``) is run up to ``plain`` trajectories.
     """
-    table = report.table("trajectories|,", "DP", "mini-batches", "CPU seconds|.3f", "plain|.3f", "ratio|.1f")
+    table = Table("trajectories|,", "DP", "mini-batches", "CPU seconds|.3f", "plain|.3f", "ratio|.1f")
     for count in trajectories:
         rng = np.random.default_rng(0)
         lengths = np.clip(rng.lognormal(math.log(3000), 0.8, count), 2, 9216).astype(int).tolist()

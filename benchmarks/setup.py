@@ -1,19 +1,17 @@
-"""Shared by all benchmarks: command line, table, machine and versions, runs of ``rpg-megatron train``.
+"""Shared by the benchmarks: command line, table, machine and versions, runs of ``rpg-megatron train``.
 
-A benchmark is a function. Its first argument is a ``Report``, its other arguments become options::
+A benchmark is a function whose arguments become options::
 
     @benchmark(mib=1)                                # values with --small: does it still work?
-    def copy(report: Report, mib: int = 1024) -> None:
+    def copy(mib: int = 1024) -> None:
         \"\"\"How fast memory is copied.\"\"\"
-        table = report.table("way", "seconds|.3f", ratio="seconds")
+        table = Table("way", "seconds|.3f", ratio="seconds")
         table.row("bytes()", seconds(lambda: bytes(mib << 20)))
 
     if __name__ == "__main__":
         main(__doc__, copy)
 
-``ratio`` adds a column: the value divided by that of the first row, the baseline of the same run. ``--json
-FILE`` appends each row with machine and versions. This module does not import torch, since some benchmarks
-measure the time and memory of imports.
+``ratio`` adds a column: the value divided by that of the first row, the baseline of the same run.
 """
 
 from __future__ import annotations
@@ -31,7 +29,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import UnionType
@@ -67,24 +65,22 @@ def main(doc: str | None, *functions: Callable[..., None]) -> None:
     else:
         commands = parser.add_subparsers(metavar="BENCHMARK", required=True)
         for function in functions:
-            name, text = function.__name__.replace("_", "-"), inspect.getdoc(function) or ""
-            command = commands.add_parser(
-                name, help=text.split("\n")[0].replace("%", "%%"), description=text, formatter_class=style
-            )
+            name, text = function.__name__, inspect.getdoc(function) or ""
+            first = text.partition("\n")[0].replace("%", "%%")
+            command = commands.add_parser(name, help=first, description=text, formatter_class=style)
             _add_options(command, function)
     values = vars(parser.parse_args())
-    function, file, small = values.pop("function"), values.pop("json"), values.pop("small")
+    function, small = values.pop("function"), values.pop("small")
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that child processes and folders are removed
-    defaults = getattr(function, "small", {}) if small else {}
-    function(Report(function.__name__, file), **defaults | values)
+    print(machine(), flush=True)
+    function(**(getattr(function, "small", {}) if small else {}) | values)
 
 
 def _add_options(parser: argparse.ArgumentParser, function: Callable[..., None]) -> None:
-    """An option for each argument but the first; one without a default is a positional argument."""
+    """An option for each argument; one without a default is a positional argument."""
     parser.set_defaults(function=function)
     parser.add_argument("--small", action="store_true", help="a quick trial; its figures mean nothing")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="append the rows to a file of JSON lines")
-    for option in list(inspect.signature(function, eval_str=True).parameters.values())[1:]:
+    for name, option in inspect.signature(function, eval_str=True).parameters.items():
         kind, flags = option.annotation, {}
         if get_origin(kind) in (UnionType, Union):  # X | None
             kind = get_args(kind)[0]
@@ -93,16 +89,12 @@ def _add_options(parser: argparse.ArgumentParser, function: Callable[..., None])
         if get_origin(kind) is Literal:
             flags["choices"], kind = get_args(kind), str
         if option.default is option.empty:
-            parser.add_argument(option.name, type=kind, **flags)
+            parser.add_argument(name, type=kind, **flags)
             continue
         flags |= {"action": "store_true"} if kind is bool else {"type": kind}
         default = " ".join(map(str, option.default)) if isinstance(option.default, tuple) else option.default
-        parser.add_argument(
-            "--" + option.name.replace("_", "-"),
-            default=argparse.SUPPRESS,
-            help=None if option.default in (None, False, ()) else f"default: {default}".replace("%", "%%"),
-            **flags,
-        )
+        flags |= {"default": argparse.SUPPRESS, "help": f"default: {default}" if default else None}
+        parser.add_argument("--" + name.replace("_", "-"), **flags)
 
 
 # -- results -------------------------------------------------------------------------------------------------
@@ -127,16 +119,15 @@ def machine() -> str:
 class Table:
     """Rows in Markdown, printed as they are added."""
 
-    def __init__(self, report: Report, title: str, columns: Sequence[str], ratio: str):
-        self._report, self.title = report, title
-        self.names = [column.partition("|")[0] for column in columns]
+    def __init__(self, *columns: str, ratio: str = "", title: str = ""):
+        """columns: "name|format", the first one names the row. ratio: name of a column."""
+        names = [column.partition("|")[0] for column in columns]
         self._formats = [column.partition("|")[2] for column in columns]
-        self._ratio = self.names.index(ratio) if ratio else None
+        self._ratio = names.index(ratio) if ratio else None
         self._baseline: float | None = None
-        self.rows: list[list[Any]] = []
-        head = [*self.names, *([f"ratio of {ratio}"] if ratio else [])]
-        self.lines = [f"| {' | '.join(head)} |", "|---" * len(head) + "|"]
-        print("\n" + f"{title}\n\n" * bool(title) + "\n".join(self.lines), flush=True)
+        head = [*names, *([f"ratio of {ratio}"] if ratio else [])]
+        self._lines = [f"| {' | '.join(head)} |", "|---" * len(head) + "|"]
+        print("\n" + f"{title}\n\n" * bool(title) + str(self), flush=True)
 
     def row(self, *values: Any) -> None:
         """One row: a value for each column; None is an empty cell, a text is taken as it is."""
@@ -148,54 +139,11 @@ class Table:
             value = values[self._ratio]
             self._baseline = self._baseline or value
             cells.append(f"{value / self._baseline:.2f}" if value and self._baseline else "")
-        self.rows.append(list(values))
-        self.lines.append(f"| {' | '.join(cells)} |")
-        print(self.lines[-1], flush=True)
-        self._report.record(self.title, dict(zip(self.names, values, strict=True)))
+        self._lines.append(f"| {' | '.join(cells)} |")
+        print(self._lines[-1], flush=True)
 
     def __str__(self) -> str:
-        return "\n".join(self.lines)
-
-
-class Report:
-    """Where a benchmark's results go."""
-
-    def __init__(self, name: str, file: Path | None):
-        self._name, self._file = name, file
-        self._machine = machine()
-        self.tables: list[Table] = []
-        print(self._machine, flush=True)
-
-    def table(self, *columns: str, ratio: str = "", title: str = "") -> Table:
-        """A table. columns: "name|format", the first one names the row. ratio: name of a column."""
-        self.tables.append(Table(self, title, columns, ratio))
-        return self.tables[-1]
-
-    def say(self, text: str) -> None:
-        """Print a line."""
-        print(text, flush=True)
-
-    def record(self, title: str, row: dict[str, Any]) -> None:
-        """Append a row to the file of ``--json``."""
-        if self._file:
-            line = {"benchmark": self._name, "machine": self._machine, "table": title, "row": row}
-            with self._file.open("a", encoding="utf-8") as file:
-                file.write(json.dumps(line, default=str) + "\n")
-
-
-def read_block(page: str, name: str) -> str:
-    """The table between the markers of a benchmark in a page of ``docs``."""
-    start, end = f"<!-- table: benchmarks/{name} -->\n", "\n<!-- end of table -->"
-    text = (ROOT / "docs" / page).read_text(encoding="utf-8")
-    return text.partition(start)[2].partition(end)[0]
-
-
-def write_block(page: str, name: str, table: str) -> None:
-    """Replace the table that ``read_block`` returns."""
-    file, table_before = ROOT / "docs" / page, read_block(page, name)
-    if not table_before:
-        raise SystemExit(f"docs/{page} has no table of benchmarks/{name}")
-    file.write_text(file.read_text(encoding="utf-8").replace(table_before, table), encoding="utf-8")
+        return "\n".join(self._lines)
 
 
 # -- measuring -----------------------------------------------------------------------------------------------
@@ -218,21 +166,6 @@ def process_tree(pid: int) -> list[psutil.Process]:
     with contextlib.suppress(psutil.NoSuchProcess):
         return [psutil.Process(pid), *psutil.Process(pid).children(recursive=True)]
     return []
-
-
-def cpu_seconds(pid: int, *, tree: bool = True) -> float:
-    """User and system time of a process, or of its whole tree, so far."""
-    total = 0.0
-    for process in process_tree(pid) if tree else [psutil.Process(pid)]:
-        with contextlib.suppress(psutil.NoSuchProcess):
-            total += sum(process.cpu_times()[:2])
-    return total
-
-
-def memory_of(pid: int, key: str, file: str = "status") -> int:
-    """A size in /proc/PID/status, such as VmHWM or RssAnon, in bytes."""
-    text = Path(f"/proc/{pid}/{file}").read_text(encoding="utf-8")
-    return 1024 * int(text.partition(f"\n{key}:")[2].split()[0])
 
 
 _ENDED = (OSError, ValueError, IndexError, psutil.Error, subprocess.SubprocessError)
@@ -281,16 +214,11 @@ class TrainRun:
         """Rows of the steps that were trained."""
         return [row for row in self.rows if row["step"]]
 
-    def mean(self, *keys: str) -> float:
-        """Mean over the steps of the sum of these metrics; one that is absent counts as 0."""
-        return statistics.fmean(sum(row.get(key, 0.0) for key in keys) for row in self.steps)
-
 
 def train(
     place: Path,
     *overrides: str,
     config: Path = CONFIG,
-    environment: dict[str, str] | None = None,
     on_start: Callable[[int], None] = lambda pid: None,
     on_row: Callable[[dict[str, Any]], None] = lambda row: None,
 ) -> TrainRun:
@@ -299,13 +227,8 @@ def train(
     command += ["--fresh", "name=bench", f"runs={place}", *overrides]
     run, log = TrainRun(place / "bench-001"), place / "train.log"
     with log.open("w") as out:
-        process = subprocess.Popen(
-            command,
-            cwd=place,
-            stdout=out,
-            stderr=subprocess.STDOUT,
-            env=os.environ | python_path() | (environment or {}),
-        )
+        environment = os.environ | python_path()
+        process = subprocess.Popen(command, cwd=place, stdout=out, stderr=subprocess.STDOUT, env=environment)
         on_start(process.pid)
         try:
             ended = False
@@ -328,7 +251,7 @@ def train(
     return run
 
 
-def python_path(*more: Path) -> dict[str, str]:
+def python_path() -> dict[str, str]:
     """PYTHONPATH that lets child processes import this repository from any folder."""
-    paths = [*map(str, more), str(ROOT), os.environ.get("PYTHONPATH", "")]
+    paths = [str(ROOT), os.environ.get("PYTHONPATH", "")]
     return {"PYTHONPATH": os.pathsep.join(filter(None, paths))}

@@ -3,29 +3,36 @@
 from __future__ import annotations
 
 import tempfile
+import time
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from statistics import median
+from typing import Any
 
 import numpy as np
+import torch
 import torch.distributed as dist
 
-from benchmarks.long_context import build_policy, make_checkpoint, measure, run_policy
-from benchmarks.policies import start, trajectory_of
-from benchmarks.setup import Report, benchmark, main, write_block
+from benchmarks.policies import build, sized, start, trajectory_of, write_checkpoint
+from benchmarks.setup import Table, benchmark, main, seconds
+from rpg_megatron.config import read_model_shape
+from rpg_megatron.policy.microbatch import MicroBatch
+from rpg_megatron.policy.model import Mesh
+from rpg_megatron.policy.policy import Policy
+from rpg_megatron.training.loss import build_aggregator, build_loss
+from tests.support.allocations import AllocationWatch
 
-VOCABULARY = 8192
+VOCABULARY, CHUNK = 8192, 1024
 
 
 @benchmark(sequence=33, samples=2, repeat=1)
-def shared_prompts(
-    report: Report, sequence: int = 1100, samples: int = 8, repeat: int = 5, write: bool = False
-) -> None:
+def shared_prompts(sequence: int = 1100, samples: int = 8, repeat: int = 5) -> None:
     """Ratios of rows with shared prompts to plain rows, on one process and one thread, in float32.
 
     A group of ``samples`` responses of equal length in one row; prompt and response have ``sequence`` tokens
     together. A model of 2 layers and hidden size 256. Both kinds of rows in turns, medians of processor time;
-    bytes are those of tensors, beyond weights and gradients. write: the table of
-    docs/evidence/long-context.md.
+    bytes are those of tensors, beyond weights and gradients (docs/evidence/long-context.md).
     """
     device, mesh = start("cpu")
     columns = (
@@ -37,21 +44,14 @@ def shared_prompts(
         "time: scoring|.2f",
         "update|.2f",
     )
-    table = report.table(*columns, "memory: scoring|.2f", "update|.2f")
+    table = Table(*columns, "memory: scoring|.2f", "update|.2f")
     rng = np.random.default_rng(0)
     with tempfile.TemporaryDirectory() as place:
-        checkpoint = make_checkpoint(Path(place) / "model", VOCABULARY)
-        policies = {
-            name: build_policy(
-                checkpoint,
-                mesh,
-                device,
-                samples * sequence,
-                memory={"recompute": "none"},
-                training={"share_prompts": name == "shared"},
-            )
-            for name in ("plain", "shared")
-        }
+        model, budget = make_checkpoint(Path(place) / "model", VOCABULARY), samples * sequence
+        plain, shared = (
+            build_policy(model, mesh, device, budget, memory={"recompute": "none"}, share_prompts=share)
+            for share in (False, True)
+        )
         for parts in (30, 11, 2, 1.1):
             length = round(sequence / parts)
             prompt = rng.integers(1, VOCABULARY, length)
@@ -60,16 +60,56 @@ def shared_prompts(
                 trajectory_of(np.concatenate([prompt, r]).astype(np.int32), length, i, VOCABULARY)
                 for i, r in enumerate(draw)
             ]
-            packs = {name: [policy.pack(group)] for name, policy in policies.items()}
-            scoring = {n: partial(policies[n].logprobs, packs[n]) for n in policies}
-            update = {n: partial(run_policy, policies[n], packs[n]) for n in policies}
-            results = [measure(methods, repeat) for methods in (scoring, update)]
-            plain, shared = (packs[n][0].tokens_computed for n in policies)
-            ratios = [r["shared"][column] / r["plain"][column] for column in (0, 1) for r in results]
-            table.row(length, sequence - length, plain, shared, shared / plain, *ratios)
+            packs = [(policy, [policy.pack(group)]) for policy in (plain, shared)]
+            results = [
+                measure([partial(work, policy, rows) for policy, rows in packs], repeat)
+                for work in (Policy.logprobs, run_policy)
+            ]
+            tokens = [rows[0].tokens_computed for _, rows in packs]
+            ratios = [r[1][column] / r[0][column] for column in (0, 1) for r in results]
+            table.row(length, sequence - length, *tokens, tokens[1] / tokens[0], *ratios)
     dist.destroy_process_group()
-    if write:
-        write_block("evidence/long-context.md", "shared_prompts", str(table))
+
+
+def make_checkpoint(folder: Path, vocab: int) -> Path:
+    """A random Qwen3 of 2 layers and hidden size 256, in float32."""
+    shape = sized(2, 256, 768, 4, 2, 64, vocab, tied_embeddings=False, dtype="float32")
+    return write_checkpoint(folder, shape)
+
+
+def build_policy(
+    model: Path,
+    mesh: Mesh,
+    device: torch.device,
+    budget: int,
+    *,
+    share_prompts: bool = False,
+    **sections: Any,
+) -> Policy:
+    """A policy on this process whose optimizer step is a no-op."""
+    training = {"tokens_per_microbatch": budget, "logprob_chunk": CHUNK, "share_prompts": share_prompts}
+    policy = build(read_model_shape(model), mesh, device, "fp32", model, training=training, **sections)
+    policy._optimizer.step = lambda: (True, 0.0, None)  # type: ignore[method-assign]
+    return policy
+
+
+def run_policy(policy: Policy, packs: list[MicroBatch]) -> None:
+    """Forward and backward of a mini-batch."""
+    with policy.updating():
+        policy.update(packs, build_loss(policy.settings), build_aggregator(policy.settings), lr=0.0)
+
+
+def measure(methods: list[Callable[[], object]], repeat: int) -> list[tuple[float, int]]:
+    """Median CPU seconds of each method, measured in turns, and peak bytes, from a separate pass."""
+    peaks, times = [], []
+    for method in methods:
+        method()
+        with AllocationWatch() as watch:
+            method()
+        peaks.append(watch.peak)
+    for _ in range(repeat):
+        times.append([seconds(method, clock=time.process_time) for method in methods])
+    return list(zip(map(median, zip(*times, strict=True)), peaks, strict=True))
 
 
 if __name__ == "__main__":

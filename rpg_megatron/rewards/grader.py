@@ -1,6 +1,6 @@
 """Grades responses against reference answers: by rules if they suffice, otherwise by math-verify in a worker.
 
-Rules take microseconds and cannot hang, so most answers need no worker process (``benchmarks/grading.py``).
+Rules take microseconds and cannot hang, so most answers need no worker process (docs/evidence/rewards.md).
 """
 
 from __future__ import annotations

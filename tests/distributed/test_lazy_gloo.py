@@ -7,7 +7,7 @@ dtypes, in groups of all and of two ranks; messages between any two; objects and
 threads; groups go on when another one is destroyed; torch's checkpoint; Megatron's pipeline schedules,
 optimizer and checkpoint give the same numbers, bit for bit. When a rank dies, the others fail within the
 group's time limit, those that were connected with it and those that were not.
-Not covered: several nodes, thousands of ranks (``python -m benchmarks.ranks groups`` forks hundreds).
+Not covered: several nodes, thousands of ranks (docs/evidence/scale.md).
 """
 
 from __future__ import annotations

@@ -20,7 +20,6 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from benchmarks.kernels import NO_KERNEL, PRODUCTS, is_view
 from benchmarks.policies import SHAPES, batch_of
 from rpg_megatron.config import Settings
 from rpg_megatron.config.model_shape import ModelShape
@@ -36,6 +35,8 @@ CHUNK, TOP = 32, 8
 """Tokens whose logits are computed at once; likeliest tokens of a teacher."""
 SINGLE = ("gather", "scatter_", "scatter_add_")
 """Operations on a few logits of each token."""
+PRODUCTS = ("mm", "addmm", "addmm_")
+NO_KERNEL = ("empty", "empty_like", "new_empty", "empty_strided", "detach", "alias", "_unsafe_view", "device")
 DISTIL = {"type": "distil", "reward": 1.0}
 HEADS: dict[str, dict[str, Any]] = {
     "log-probs": {},
@@ -47,6 +48,12 @@ HEADS: dict[str, dict[str, Any]] = {
         "objective": {**DISTIL, "form": "top_k"},
     },
 }
+
+
+def is_view(func: Any) -> bool:
+    """Whether an operation returns a view of an argument and writes nothing."""
+    aliases = [r.alias_info for r in func._schema.returns if r.alias_info is not None]
+    return bool(aliases) and not any(alias.is_write for alias in aliases)
 
 
 class Calls(TorchDispatchMode):

@@ -2,7 +2,7 @@
 
 Why: order, seeds and resume count the kept prompts, so a large set must give exactly the prompts of the plain
 implementation, which reads and tokenizes everything first. And a cache file must never be trusted if it is
-damaged, of other data or another user's. Not covered: seconds and memory (benchmarks/prompts.py); small sets
+damaged, of other data or another user's. Not covered: seconds and memory (docs/evidence/data.md); small sets
 (test_prompts).
 """
 
