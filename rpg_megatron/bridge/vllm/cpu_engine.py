@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import importlib
 import importlib.util
 import os
 import socket
+import stat
 import sys
 from collections.abc import Callable
 from importlib.machinery import ModuleSpec
@@ -96,7 +98,7 @@ def _adapt_config(current_platform: Any) -> None:
             _compute_experts_without_adapters()
 
     platform.check_and_update_config = classmethod(check_and_fork)
-    os.register_at_fork(after_in_child=_close_server_socket)
+    os.register_at_fork(after_in_parent=gc.freeze, after_in_child=_leave_server)
 
 
 def _compute_experts_without_adapters() -> None:
@@ -126,11 +128,21 @@ def prepare_model(model: Any, config: Any, mark: Callable[..., None]) -> None:
             module._forward_method = module.forward_native
 
 
-def _close_server_socket() -> None:
-    """In a forked core: close the server's socket, which else accepted connections after the server's end."""
-    for held in gc.get_objects():
-        if type(held) is socket.socket and held.fileno() >= 0 and _is_bound(held):
-            held.close()
+def _leave_server() -> None:
+    """In a forked core: close the server's socket, which else accepted connections after the server's end.
+
+    What exists now stays, on both sides: vLLM looks for garbage five times while the core starts, which would
+    also copy the memory that the two share.
+    """
+    gc.freeze()
+    nothing = os.open(os.devnull, os.O_RDWR)
+    for descriptor in map(int, os.listdir("/proc/self/fd")):
+        with contextlib.suppress(OSError):  # that of the folder itself
+            if stat.S_ISSOCK(os.fstat(descriptor).st_mode):
+                with socket.socket(fileno=os.dup(descriptor)) as held:
+                    if _is_bound(held):
+                        os.dup2(nothing, descriptor)
+    os.close(nothing)
 
 
 def _is_bound(held: socket.socket) -> bool:
