@@ -14,35 +14,30 @@ import inspect
 import os
 import sys
 from collections import defaultdict
-from types import ModuleType
-from typing import cast
+from typing import Any
 
 
 def packages_distributions() -> dict[str, list[str]]:
     """As ``importlib.metadata``'s, which transformers calls, but does not look for each of 50,000 files."""
     found = defaultdict(list)
     for distribution in importlib.metadata.distributions():
-        packages = (distribution.read_text("top_level.txt") or "").split()
-        if not packages:
-            lines = (distribution.read_text("RECORD") or "").splitlines()
-            parts = (line.split(",")[0].split("/") for line in lines)
-            names = {path[0] if len(path) > 1 else inspect.getmodulename(path[0]) for path in parts}
-            packages = [name for name in names if name and "." not in name]
-        for package in packages:
-            found[package].append(distribution.metadata["Name"])
+        names = (distribution.read_text("top_level.txt") or "").split()
+        if not names:
+            rows = (distribution.read_text("RECORD") or "").splitlines()
+            firsts = {row.split(",")[0].split("/")[0] for row in rows}
+            names = [name for name in {inspect.getmodulename(x) or x for x in firsts} if "." not in name]
+        for name in names:
+            found[name].append(distribution.metadata["Name"])
     return dict(found)
 
 
 def import_without_compiler() -> None:
-    """Import vLLM where nothing is compiled, without 500 modules of torch's compiler.
-
-    vLLM adds names to a list of the compiler, unless that cannot be imported.
-    """
-    name, modules = "torch._inductor.lowering", cast(dict[str, ModuleType | None], sys.modules)
-    modules.setdefault(name, None)  # Python's way to say that it cannot
+    """Import vLLM, which extends a list of torch's compiler (500 modules) unless that cannot be imported."""
+    modules: dict[str, Any] = sys.modules
+    lowering = modules.setdefault("torch._inductor.lowering", None)  # None: it cannot
     importlib.import_module("vllm")
-    if modules[name] is None:
-        del modules[name]
+    if lowering is None:
+        del modules["torch._inductor.lowering"]
 
 
 def run_headless() -> None:
