@@ -1,9 +1,9 @@
 """What makes an engine on a CPU faster changes nothing that it samples, and no answer of Python's.
 
-Why: seeds from another place of a request's stream give other tokens than the run before, without an error; a core
-that keeps the server's socket open lets clients of a dead server wait; and transformers takes a package that
-it does not find for missing. Not covered: that an engine starts (tests/integration/test_engine_process.py), and
-how much faster it is (docs/evidence/performance.md).
+Why: seeds from another place of a request's stream give other tokens than the run before, without an error; a
+core that keeps the server's socket open lets clients of a dead server wait; and transformers takes a package
+that it does not find for missing. Not covered: that an engine starts
+(tests/integration/test_engine_process.py), and how much faster it is (docs/evidence/performance.md).
 """
 
 from __future__ import annotations
@@ -23,9 +23,7 @@ import torch
 from rpg_megatron.engine import server
 
 
-def test_packages_are_found_in_the_same_distributions(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_packages_are_in_the_same_distributions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, files in {"declared": {"top_level.txt": "one\ntwo\n"}, "listed": {}}.items():
         folder = tmp_path / f"{name}-1.dist-info"
         folder.mkdir()
@@ -39,7 +37,8 @@ def test_packages_are_found_in_the_same_distributions(
     monkeypatch.syspath_prepend(str(tmp_path))
     ours = server.packages_distributions()
     assert ours == importlib.metadata.packages_distributions()
-    assert ours["one"] == ["declared"] and ours["three"] == ours["four"] == ["listed"]
+    assert ours["one"] == ["declared"]
+    assert ours["three"] == ours["four"] == ["listed"]
 
 
 def test_vllm_is_imported_without_the_compiler_alone(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -51,15 +50,17 @@ def test_vllm_is_imported_without_the_compiler_alone(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(server.importlib, "import_module", look)
     monkeypatch.delitem(sys.modules, name, raising=False)
     server.import_without_compiler()
-    assert found == [("vllm", None)] and name not in sys.modules
+    assert found == [("vllm", None)]
+    assert name not in sys.modules
     monkeypatch.setitem(sys.modules, name, sys)  # a process that has it keeps it
     server.import_without_compiler()
-    assert found[1:] == [("vllm", sys)] and sys.modules[name] is sys
+    assert found[1:] == [("vllm", sys)]
+    assert sys.modules[name] is sys
 
 
 @pytest.fixture(scope="module")
 def samplers() -> tuple[Callable[..., Any], Callable[..., Any]]:
-    """vLLM's own sampler on a CPU, and ours."""
+    """The sampler of vLLM on a CPU, and ours."""
     import vllm._C  # noqa: F401  # its kernels
     from vllm.v1.sample.ops.topk_topp_sampler import TopKTopPSampler
 
