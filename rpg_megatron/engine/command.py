@@ -208,8 +208,9 @@ def engine_environment(
             # Latent attention as plain attention: a CPU has kernels of a few sizes for latents.
             "VLLM_MLA_DISABLE": "1",
             # Even eager mode would compile a few small sampler functions with a C++ compiler, which takes
-            # longer than the rest of the start.
+            # longer than the rest of the start. The second spares the import of the compiler.
             "TORCH_COMPILE_DISABLE": "1",
+            "TORCHDYNAMO_DISABLE": "1",
             # Each sync needs scratch memory of the size of the largest module, and memory for packed weights.
             # Let malloc keep freed memory: new pages from the kernel take longer than the copy.
             "MALLOC_MMAP_THRESHOLD_": str(_KEPT_BYTES),

@@ -86,7 +86,7 @@ def test_environment(settings: Settings, tmp_path: Path, monkeypatch: pytest.Mon
     assert not {"VLLM_API_KEY", "VLLM_CPU_KVCACHE_SPACE"} & set(environment)
     assert environment["PATH"] == os.environ["PATH"]
     assert environment["OMP_NUM_THREADS"] == "12"
-    assert environment["TORCH_COMPILE_DISABLE"] == "1"
+    assert environment["TORCH_COMPILE_DISABLE"] == environment["TORCHDYNAMO_DISABLE"] == "1"
     assert "secret" not in " ".join(engine_command(settings, 0, tmp_path / "e.sock"))
     sharded = settings.model_copy(
         update={"engine": settings.engine.model_copy(update={"replicas": 2, "tensor": 2})}
@@ -98,7 +98,7 @@ def test_environment(settings: Settings, tmp_path: Path, monkeypatch: pytest.Mon
     assert gpu["OMP_NUM_THREADS"] == "64"
     assert gpu["TRITON_F32_DEFAULT"] == "ieee"  # or attention would be in TF32, and the guard stop the run
     assert "TRITON_F32_DEFAULT" not in environment
-    assert "TORCH_COMPILE_DISABLE" not in gpu
+    assert not {"TORCH_COMPILE_DISABLE", "TORCHDYNAMO_DISABLE"} & set(gpu)
     # A CPU's kernels for latents have a few sizes, and a GPU's no float32.
     assert environment["VLLM_MLA_DISABLE"] == gpu["VLLM_MLA_DISABLE"] == "1"
     precise = settings.changed(precision={"dtype": "bfloat16"}).model_copy(update={"device": "cuda"})

@@ -20,6 +20,18 @@ VLLM = Path(next(iter(importlib.util.find_spec("vllm").submodule_search_location
 PINNED = "0.32"
 RELIED_ON = [
     (
+        "v1/sample/ops/topk_topp_sampler.py::TopKTopPSampler.forward_cpu",
+        "self logits generators k p",
+        "eb9022f3c51a",
+        "cpu_engine._draw_seeds_in_blocks does the same",
+    ),
+    (
+        "env_override.py::_patch_inductor_fallback_allow_list",
+        "",
+        "a7c9fce0aff0",
+        "engine/server.py: import_without_compiler makes it return at once",
+    ),
+    (
         "config/model.py::_get_and_verify_max_len",
         "hf_config model_arch_config tokenizer_config max_model_len disable_sliding_window sliding_window "
         "spec_target_max_model_len encoder_config",
