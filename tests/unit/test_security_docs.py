@@ -1,7 +1,7 @@
 """Each sentence of docs/security.md, and of that in evidence/, has a test, or a reason why it has none.
 
-Why: a page on security that is wrong is worse than none, and nobody notices when the code changes. A line of
-``tests/data/security_statements.txt`` has tests, or ``limit:`` with a reason, then parts of the sentences that
+Why: a page on security that is wrong is worse than none, and nobody notices when code changes. A line of
+``tests/data/security_statements.txt`` has tests, or ``limit:`` with a reason, then parts of sentences that
 they support. Proved: each sentence, and each statement in a cell of a table, has such a part; each part is on
 the page once; each test exists. Not covered: whether a test proves the whole sentence; that is for the reader
 of both.
