@@ -71,9 +71,7 @@ def test_a_step_is_saved_when_it_is_among_the_best(tmp_path: Path) -> None:
     assert not BestCheckpoints(settings("null"), tmp_path).includes(1)
 
 
-def test_a_kill_during_pruning_loses_none_of_the_best(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_kill_during_pruning_loses_none_of_the_best(tmp_path, monkeypatch) -> None:
     write_run(tmp_path, [1, 2, 5, 6])
 
     def killed(folder: Path, **_: object) -> None:

@@ -315,7 +315,6 @@ def test_a_turn_without_an_end_ends_a_row_of_its_own(tmp_path: Path) -> None:
     write_model(model, STYLES["no end"], KINDS[0])
     file = write_rows(tmp_path, [{"messages": [user(), answer("one"), user(), answer("two")]}])
     tokenizer, settings = open_tokenizer(model, chat=True), ConversationSettings(path=file, chat=True)
-    assert tokenizer is not None
     end = tokenizer.vocabulary["<|end|>"]
     stops = stop_tokens(model, tokenizer, [end], chats=True)
     found = read_conversations(settings, tokenizer, "sft.data", stops=stops, end=end)

@@ -393,9 +393,7 @@ def test_a_dry_run_starts_nothing(config_file: Path, capsys: pytest.CaptureFixtu
     assert "tensor=3 does not divide" in capsys.readouterr().err
 
 
-def test_what_does_not_fit_is_refused_by_all(
-    config_file: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_does_not_fit_is_refused_by_all(config_file, capsys, monkeypatch) -> None:
     monkeypatch.setattr(train_command, "check_memory", CHECK_MEMORY)
     settings = load_settings(config_file, ["engine.kv_cache_gib=1000000"])
     (problem,) = make_plan(settings).problems
@@ -443,9 +441,7 @@ def test_a_dry_run_on_two_nodes(config_file: Path, capsys: pytest.CaptureFixture
         dry_run(load_settings(config_file, spread[:2]), Nodes(0, 2))
 
 
-def test_what_is_gone_names_what_to_use_instead(
-    config_file: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_is_gone_names_what_to_use_instead(config_file, monkeypatch, capsys) -> None:
     gone = {"rollout.oversampling": ("use rollout.dynamic.oversample",), "--gpus": ("use --gpu",)}
     monkeypatch.setattr(renamed, "RENAMED", gone)
     with pytest.raises(UserError, match=r"'rollout\.oversampling' is gone; use rollout\.dynamic\.oversample"):

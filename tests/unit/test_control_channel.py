@@ -158,7 +158,6 @@ def test_last_words_are_the_cause(settings: Settings, monkeypatch: pytest.Monkey
     """Also if they and the end arrive while the messages of the next node are read."""
     with ExitStack() as stack:
         cluster = Cluster(settings, Nodes(0, 3, "job-x"), StopSignals())
-        assert cluster._server is not None
         stack.callback(cluster._server.close)
         meeting = Meeting(settings, cluster._server, stack)
         first, _ = meeting.join(1), meeting.join(2)

@@ -62,9 +62,7 @@ def make(
     return Efficiency(Settings.model_validate(raw), TINY, device)
 
 
-def test_mfu_counts_three_passes_an_update_and_one_a_policy(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_mfu_counts_three_passes_an_update_and_one_a_policy(monkeypatch) -> None:
     tracker = make(monkeypatch, "NVIDIA H100 80GB HBM3")
     trajectories = [
         Trajectory(

@@ -73,7 +73,6 @@ def mismatches(files: dict[str, str]) -> list[str]:
     if release is None or release[1] != cuda:
         problems.append(f"{image}: CUDA is not {cuda}, or not from that place")
     python = re.search(r"(\d+\.\d+)", project["requires-python"])
-    assert python is not None
     for name in (LOCK, RECIPE, "docs/install.md"):
         named = set(re.findall(r"python ?(3\.\d+)", files[name].lower()))
         if named != {python[1]}:

@@ -168,8 +168,6 @@ def test_a_section_in_two_places_is_two_sections(tmp_path: Path, monkeypatch) ->
     )
     monkeypatch.chdir(tmp_path)
     settings = load_settings(Path("conf/c.yaml"), ["data.limit=5"])
-    assert settings.evaluation is not None
-    assert settings.evaluation.data is not None
     assert (settings.data.path, settings.data.limit) == (Path("conf/d"), 5)
     assert (settings.evaluation.data.path, settings.evaluation.data.limit) == (Path("conf/d"), None)
 
@@ -593,9 +591,7 @@ def test_a_line_without_end_is_one_message(tmp_path: Path, monkeypatch) -> None:
     ],
     ids=str,
 )
-def test_a_tokenizer_of_another_form_is_one_message(
-    checkpoint: Path, tmp_path: Path, file: str, content: object
-) -> None:
+def test_a_tokenizer_of_another_form_is_one_message(checkpoint, tmp_path, file: str, content: object) -> None:
     model = tmp_path / "model"
     shutil.copytree(checkpoint, model)
     (model / file).write_text(json.dumps(content))

@@ -29,11 +29,7 @@ PART: dict[str, Any] = {"prefix": "model.language_model.", "untrained": ("vision
 @pytest.mark.parametrize(
     ("shape", "overrides", "message"),
     [
-        (
-            tiny_shape(windows=WINDOWS),
-            ["training.share_prompts=true"],
-            "training.share_prompts: qwen3 models",
-        ),
+        (tiny_shape(windows=WINDOWS), ["training.share_prompts=true"], "training.share_prompts: qwen3"),
         (
             tiny_shape(windows=WINDOWS),
             ["parallel.context=2", "device=cuda", "precision.dtype=bfloat16"],
@@ -62,9 +58,7 @@ PART: dict[str, Any] = {"prefix": "model.language_model.", "untrained": ("vision
         ),
     ],
 )
-def test_what_layers_exclude(
-    config_file: Path, shape: ModelShape, overrides: list[str], message: str
-) -> None:
+def test_what_layers_exclude(config_file, shape: ModelShape, overrides: list[str], message: str) -> None:
     settings = load_settings(config_file, overrides)
     check_layers(settings, TINY)
     check_layers(load_settings(config_file), shape)

@@ -38,9 +38,7 @@ pytestmark = pytest.mark.skipif(not DATA.is_dir(), reason=f"the data sets are no
 
 
 @pytest.mark.parametrize(("file", "preset", "count"), SETS)
-def test_every_reference_is_right_against_itself(
-    file: str, preset: str, count: int, checkpoint: Path
-) -> None:
+def test_every_reference_is_right_against_itself(file: str, preset: str, count: int, checkpoint) -> None:
     settings = DataSettings(
         path=DATA / file, preset=preset, chat=True, system="Be brief.", max_prompt_tokens=4096
     )

@@ -51,9 +51,7 @@ def write_adapter(folder: Path, **changes: Any) -> Path:
         ("qwen3_5", ("q_proj", "in_proj_qkv", "in_proj_a"), True),
     ],
 )
-def test_pefts_own_adapter_comes_back_bit_by_bit(
-    tmp_path: Path, family: str, targets: Any, rslora: bool
-) -> None:
+def test_pefts_own_adapter_comes_back_bit_by_bit(tmp_path, family: str, targets: Any, rslora: bool) -> None:
     from peft import PeftModel
 
     lora = LoraSettings(rank=3, alpha=5, targets=targets, rslora=rslora)

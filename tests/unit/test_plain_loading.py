@@ -260,9 +260,7 @@ CLAIMS = [
 ]
 
 
-def test_a_tensor_that_claims_what_it_is_not_is_one_message(
-    checkpoint_folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_tensor_that_claims_what_it_is_not_is_one_message(checkpoint_folder: Path, monkeypatch) -> None:
     def locate_in_process(reader: str, files: Any, argument: Any, kind: Any, **_: Any) -> Iterator[Any]:
         """The reader without its process, whose start takes a quarter of a second."""
         assert reader == f"{foreign_reader.__name__}:locate_tensors"

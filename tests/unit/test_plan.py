@@ -327,7 +327,6 @@ def test_what_does_not_fit_is_told_with_what_would(write: Callable[..., Path], c
     assert "fits" in capsys.readouterr().out
     plan = make_plan(load_settings(file), "80GiB")
     best = smallest(plan)
-    assert best is not None
     fewer = best.settings.parallel.world // 2
     plans = sweep(plan, fewer)
     assert plans
@@ -377,9 +376,7 @@ def test_an_unknown_card_is_one_message() -> None:
         gpu_bytes("h100")
 
 
-def test_tables_fit_80_columns_and_do_not_wrap_in_a_pipe(
-    write: Callable[..., Path],
-) -> None:
+def test_tables_fit_80_columns_and_do_not_wrap_in_a_pipe(write: Callable[..., Path]) -> None:
     file = write(QWEN3_8B, parallel={"tensor": 4, "sequence": True})
     # As on a login node: no torch, no vLLM, no Megatron.
     code = (
@@ -491,9 +488,7 @@ def test_buffers_of_a_communicator(ranks: int, here: int, use: dict[str, Any], m
     assert communicator_bytes(ranks, here, **use) == mib * 1024**2
 
 
-def test_a_rank_holds_its_share_of_experts_and_their_state(
-    write: Callable[..., Path],
-) -> None:
+def test_a_rank_holds_its_share_of_experts_and_their_state(write: Callable[..., Path]) -> None:
     """EP 8 on 16 ranks: two ranks hold the same experts, sixteen the rest."""
     plan = plan_of(write(QWEN3_30B_A3B, parallel={"data": 16, "expert": 8}))
     assert plan.parameters == 30_532_122_624  # as published

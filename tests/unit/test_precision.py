@@ -181,9 +181,7 @@ def test_what_cannot_be_is_refused_in_one_line(tmp_path: Path, overrides: list[s
     assert len(str(caught.value).splitlines()) == 1
 
 
-def test_layers_depend_on_device_precision_and_installation(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_layers_depend_on_device_precision_and_installation(tmp_path, monkeypatch) -> None:
     def chosen(*overrides: str, installed: bool = True, device: torch.device = CUDA) -> bool:
         spec = object() if installed else None
         monkeypatch.setattr(precision.importlib.util, "find_spec", lambda name: spec)
@@ -239,7 +237,6 @@ def test_rows_of_linear_attention_that_fp8_does_not_take(tmp_path: Path) -> None
     """Of Qwen3.5-9B 12,352 rows, which is 772 x 16 and no multiple of 128."""
     shape = read_model_shape(EXAMPLES / "models" / "Qwen3.5-9B-Base")
     tensorwise, parallel = "precision.fp8.recipe=tensorwise", "parallel.tensor=%d"
-    assert shape.linear is not None
     assert shape.linear.in_rows == 12_352
     for tensor in (1, 2, 4):
         check_precision(settings_of(tmp_path, tensorwise, parallel % tensor), shape)
@@ -281,9 +278,7 @@ class NamedSpecs(te_specs.TESpecProvider):
         return lambda *_, **__: name
 
 
-def test_expert_layers_use_transformer_engine_grouped_linears(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_expert_layers_use_transformer_engine_grouped_linears(monkeypatch) -> None:
     """And a separate norm before the router, under the local layers' name, unlike dense layers."""
     monkeypatch.setattr(gpt_layer_specs, "TESpecProvider", NamedSpecs)
     monkeypatch.setattr(te_specs, "TEColumnParallelGroupedLinear", "grouped column")

@@ -57,8 +57,6 @@ def test_each_kind_of_memory_is_seen(kind: str) -> None:
         [sys.executable, "-c", code], stdin=pipe, stdout=pipe, start_new_session=True
     ) as child:
         try:
-            assert child.stdin is not None
-            assert child.stdout is not None
             time.sleep(0.3)
             mine = [pid for pid in descendants() if os.getsid(pid) == child.pid]
             before = memory.look(mine)

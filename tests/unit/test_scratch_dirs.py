@@ -66,9 +66,7 @@ def test_folders_of_dead_runs_go_and_those_of_living_ones_stay(shared: Path) -> 
     assert not workspace.bridge.exists()
 
 
-def test_the_work_folder_is_in_tmpdir_if_socket_paths_fit(
-    shared: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_work_folder_is_in_tmpdir_if_socket_paths_fit(shared: Path, monkeypatch) -> None:
     with tempfile.TemporaryDirectory(dir="/tmp") as short:
         (long := Path(short, "long" * 12)).mkdir()
         for chosen, parent in ((Path(short), Path(short)), (long, Path("/tmp"))):

@@ -228,7 +228,6 @@ def test_a_row_holds_each_prompt_once(context: int) -> None:
 def test_the_routes_of_a_prompt_are_those_of_its_first_response() -> None:
     experts = ExpertShape(count=8, per_token=1, ffn_hidden_size=4, normalised=True, layers=(0,))
     routes = make_micro_batch(GROUP, CPU, share=0.0, experts=experts).packed.routes
-    assert routes is not None
     assert routes.experts[0, :, 0].tolist() == [1, 1, 1, 1, 3, 5, 5, 5, 2, 2, 2, 4, 4, 4, 4, 6]
 
 

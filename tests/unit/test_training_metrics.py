@@ -110,7 +110,6 @@ def test_interrupted_responses_with_routes_are_not_compared() -> None:
     assert (row["mismatch/tokens"], row["mismatch/stale_tokens"]) == (3, 4)
     assert row["mismatch/logp_max"] == pytest.approx(3e-5, rel=0.05)
     worst = find_worst([mixed, uninterrupted], 7)
-    assert worst is not None
     assert worst.gap == pytest.approx(3e-5, rel=0.05)
     assert compare_logprobs([replace(mixed, routes=NO_ROUTES)], version=7)["mismatch/tokens"] == 2
 
@@ -478,9 +477,7 @@ def test_metrics_that_nobody_will_find_end_the_run(tmp_path: Path) -> None:
     writer.close()
 
 
-def test_rows_are_on_the_disk_before_a_checkpoint_counts_them(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_rows_are_on_the_disk_before_a_checkpoint_counts_them(tmp_path, monkeypatch) -> None:
     synced: list[Path] = []
     monkeypatch.setattr(os, "fsync", lambda fd: synced.append(Path(os.readlink(f"/proc/self/fd/{fd}"))))
     writer = MetricsWriter(tmp_path)
