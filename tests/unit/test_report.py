@@ -414,40 +414,20 @@ def test_a_vanished_signal_is_no_spike_of_the_gradient(tmp_path: Path) -> None:
     assert verdicts(batch)["signal"] == "good"
 
 
+MISMATCH = {"mismatch/logp_mean": 1e-3, "mismatch/logp_max": 1.0}
+ENGINE = {"mismatch/logp_engine_mean": 0.02, "mismatch/logp_engine_ratio": 20.0}
+QUIET_ENGINE = {"mismatch/logp_engine_mean": 1e-3, "mismatch/logp_engine_ratio": 1.1}
+
+
 @pytest.mark.parametrize(
     ("name", "verdict", "change"),
     [
-        (
-            "mismatch",
-            "bad",
-            lambda s: {"mismatch/logp_mean": 0.06 if s == 30 else 1e-3, "mismatch/logp_max": 1.0},
-        ),
-        (
-            "mismatch",
-            "bad",
-            lambda s: {
-                "mismatch/logp_mean": 1e-3,
-                "mismatch/logp_max": 1.0,
-                "mismatch/logp_engine_mean": 0.06 if s == 30 else 1e-3,
-            },
-        ),
-        (
-            "mismatch",
-            "bad",
-            lambda s: {
-                "mismatch/logp_mean": 1e-3,
-                "mismatch/logp_max": 1.0,
-                "mismatch/logp_engine_mean": 0.02 if s == 30 else 1e-3,
-                "mismatch/logp_engine_ratio": 20.0 if s == 30 else 1.1,
-            },
-        ),
+        ("mismatch", "bad", lambda s: MISMATCH | {"mismatch/logp_mean": 0.06 if s == 30 else 1e-3}),
+        ("mismatch", "bad", lambda s: MISMATCH | {"mismatch/logp_engine_mean": 0.06 if s == 30 else 1e-3}),
+        ("mismatch", "bad", lambda s: MISMATCH | (ENGINE if s == 30 else QUIET_ENGINE)),
         ("mismatch", "good", lambda s: {"mismatch/logp_mean": 0.04, "mismatch/logp_max": 3.0}),
         ("rewards", "bad", lambda s: {"reward/failed_frac": 0.5 if s == 30 else 0.0}),
-        (
-            "rewards",
-            "bad",
-            lambda s: {"reward/failed_frac": 0.0, "eval/a/failed_frac": 1.0 if s == 30 else 0.0},
-        ),
+        ("rewards", "bad", lambda s: {"reward/failed_frac": 0.0, "eval/a/failed_frac": float(s == 30)}),
         ("rewards", "warn", lambda s: {"reward/failed_frac": 0.01}),
         ("tools", "good", lambda s: {"env/t_calls": 2.0, "env/t_errors": 1.0, "env/t_raised": 0.0}),
         ("tools", "warn", lambda s: {"env/t_calls": 2.0, "env/t_errors": 1.0, "env/t_raised": 0.5}),
@@ -516,9 +496,7 @@ def test_the_mismatch_has_the_guards_bounds(tmp_path: Path) -> None:
         ("precision: {dtype: float32}\nguards: {of_an_older: version, mismatch_max: -1}\n", "bad"),
     ):
         assert verdicts(rows_of(tmp_path / "run", [row], config))["mismatch"] == verdict, config
-    row = {"step": 1, "mismatch/logp_mean": 1e-3, "mismatch/logp_max": 1.0}
-    row |= {"mismatch/logp_engine_mean": 0.02, "mismatch/logp_engine_ratio": 20.0}
-    assert verdicts(rows_of(tmp_path / "ratio", [row], ""))["mismatch"] == "bad"
+    assert verdicts(rows_of(tmp_path / "ratio", [{"step": 1} | MISMATCH | ENGINE], ""))["mismatch"] == "bad"
 
 
 # -- responses -----------------------------------------------------------------------------------------------
