@@ -4,8 +4,6 @@ Why: an audit starts engines and ranks; what is wrong with its input must be kno
 an audit finds (test_audit_verdict, tests/integration/test_audit.py), its processes (test_audit_launch).
 """
 
-from __future__ import annotations
-
 import shutil
 from collections.abc import Callable
 from pathlib import Path

@@ -4,8 +4,6 @@ Why: a run that overfits has its best weights in the middle, and pruning would r
 and rows as a run leaves them. Not covered: saving and exporting them (tests/distributed/test_preemption.py).
 """
 
-from __future__ import annotations
-
 import json
 import math
 from pathlib import Path

@@ -6,8 +6,6 @@ Proved on the inputs themselves, with the value that is right. Generated chats o
 test_chat_properties, runs with an engine in tests/integration/test_turn_ends.
 """
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -6,8 +6,6 @@ check each example and random settings. Not covered: the machine's checks (test_
 tests/integration/test_doctor_command); what only a rank or an engine finds out.
 """
 
-from __future__ import annotations
-
 import ast
 import contextlib
 import io

@@ -4,8 +4,6 @@ Why: the user needs the fix, and a bug report needs the traceback. Not covered: 
 (test_launcher, tests/integration).
 """
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

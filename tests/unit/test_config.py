@@ -5,8 +5,6 @@ and a login node must be able to check a job without torch. Not covered: what th
 tests that.
 """
 
-from __future__ import annotations
-
 import ast
 import re
 from collections.abc import Iterator

@@ -5,8 +5,6 @@ whose end it does not notice lets it wait for ever. Sockets are real; other laun
 process. Not covered: whole launchers (tests/integration/test_launcher_nodes.py).
 """
 
-from __future__ import annotations
-
 import os
 import socket
 import struct

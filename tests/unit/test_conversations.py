@@ -9,8 +9,6 @@ forms of data, chosen turns, cuts, malformed rows, and rollouts of a run with it
 Not covered here: the gradients (tests/distributed/test_fine_tuning), runs (tests/integration).
 """
 
-from __future__ import annotations
-
 import json
 import os
 from itertools import pairwise

@@ -5,8 +5,6 @@ Links are replaced by a stand-in; which replica's memory each worker opens is co
 made-up GPUs. Not covered: CUDA itself (tests/gpu).
 """
 
-from __future__ import annotations
-
 import asyncio
 import sys
 import threading

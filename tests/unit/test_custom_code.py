@@ -4,8 +4,6 @@ Proved: train's checks, the doctor and plan report a mistake in one line that na
 settings are keyword arguments or a pydantic model. Not covered: a training run with it (tests/distributed).
 """
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

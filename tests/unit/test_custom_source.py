@@ -4,8 +4,6 @@ Why: if a source fails, or gives other rows after a resume, a run must not silen
 Not covered: the example of docs/extend.md (tests/distributed/test_extend), resuming a whole run.
 """
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

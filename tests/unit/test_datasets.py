@@ -5,8 +5,6 @@ must name file, row and fix. Not covered: JSON lines row by row (test_prompts); 
 network: the hub's loader gets a local folder instead.
 """
 
-from __future__ import annotations
-
 import gzip
 import json
 import re

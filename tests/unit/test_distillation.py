@@ -10,8 +10,6 @@ float64 and through the chunked kernel in float32, whatever the chunk.
 Not covered here: layouts (tests/distributed/test_teachers), runs (tests/integration).
 """
 
-from __future__ import annotations
-
 import itertools
 from contextlib import nullcontext
 from itertools import pairwise

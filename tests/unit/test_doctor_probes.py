@@ -3,8 +3,6 @@
 Not covered: the command, and machines that are broken on purpose (tests/integration/test_doctor_command.py).
 """
 
-from __future__ import annotations
-
 import json
 import os
 import re

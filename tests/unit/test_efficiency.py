@@ -4,8 +4,6 @@ Why: a figure that is invented for an unknown card would be believed. Proved wit
 Not covered: a real GPU, whose readings and names only a GPU gives.
 """
 
-from __future__ import annotations
-
 import threading
 from types import SimpleNamespace
 

@@ -5,8 +5,6 @@ Engines are stand-ins that answer from the seed; the test plays the launcher thr
 real deaths (tests/integration/test_resume.py, test_engine_recovery.py).
 """
 
-from __future__ import annotations
-
 import asyncio
 import random
 import time

@@ -4,8 +4,6 @@ Why: each case was found only after the engines were up. A real process with the
 gateway; the engine is the stand-in of the check. Not covered: an episode that needs minutes to import.
 """
 
-from __future__ import annotations
-
 import asyncio
 from pathlib import Path
 

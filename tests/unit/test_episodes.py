@@ -5,8 +5,6 @@ other tokens than those sampled. Stand-in engines answer from the prompt and the
 mid-turn: test_sampler_ahead. Not covered: real engines (tests/integration/test_episode_run.py).
 """
 
-from __future__ import annotations
-
 import asyncio
 import dataclasses
 import json

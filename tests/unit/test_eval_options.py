@@ -4,8 +4,6 @@ Why: an evaluation takes hours. It must not start over, nor silently mix the res
 temperatures. Not covered: engines and processes (integration/test_evaluation_command).
 """
 
-from __future__ import annotations
-
 import json
 import os
 from collections.abc import Callable

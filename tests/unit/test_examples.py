@@ -6,8 +6,6 @@ whether a row's figure comes out; nothing here has run on GPUs. That each loss o
 tests/integration/test_recipe_runs.
 """
 
-from __future__ import annotations
-
 import json
 import re
 import subprocess

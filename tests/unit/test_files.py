@@ -5,8 +5,6 @@ overwrite or remove a file of ours that its author may not touch. Not covered: w
 (test_file_operations, and the tests of each command).
 """
 
-from __future__ import annotations
-
 import ctypes
 import os
 import tempfile

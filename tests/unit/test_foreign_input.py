@@ -5,8 +5,6 @@ tries some fifty ways to write, connect, signal and read. Not covered: faults of
 of system calls, and kernels that have only one of the two means (simulated).
 """
 
-from __future__ import annotations
-
 import os
 import resource
 import select

@@ -4,8 +4,6 @@ Why: a report and a start from another user's run read files that anybody may ha
 trust them. Not covered: that the process can reach nothing (test_foreign_input), and faults of the decoders.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import os
 import re

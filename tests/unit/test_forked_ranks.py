@@ -5,8 +5,6 @@ silently. Proved with real processes. Not covered: what a run does with them (ev
 ranks on a CPU).
 """
 
-from __future__ import annotations
-
 import os
 import signal
 import sys

@@ -6,8 +6,6 @@ begin inside of blocks. What cannot be read so is refused by name. Not covered: 
 (tests/integration/test_fp8_checkpoints.py).
 """
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from pathlib import Path

@@ -6,8 +6,6 @@ thinking) and Llama 3 do, through the real server and vLLM's parsers of tool cal
 that often samples another encoding of a text than the tokenizer's. Not covered: real engines.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import json

@@ -4,8 +4,6 @@ Why: nothing here installs it, so a version raised in one place would be noticed
 is shown to find a planted mismatch. Not covered: whether the environment installs and runs.
 """
 
-from __future__ import annotations
-
 import re
 import tomllib
 from collections.abc import Callable

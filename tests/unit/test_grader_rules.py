@@ -5,8 +5,6 @@ labelled rows (tests/data) check both at once. Not covered: extraction forms and
 (test_math_grader), constants (test_latex_numbers), hostile texts (test_reward_pool_hostile).
 """
 
-from __future__ import annotations
-
 import json
 import random
 import time

@@ -5,8 +5,6 @@ tensor, and memory must not be freed while CUDA has it registered. CUDA's two fu
 covered: that copies are fast, and that memory is pinned (GPUs).
 """
 
-from __future__ import annotations
-
 import gc
 import logging
 import mmap

@@ -5,8 +5,6 @@ before a job holds GPUs. Not covered: pickles in checkpoints (test_plain_loading
 transformers do with a model's other files.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

@@ -4,8 +4,6 @@ Why: the first file that a newcomer edits is this one. Not covered: training wit
 run).
 """
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import subprocess

@@ -5,8 +5,6 @@ the public recipes of the three stacks. Not covered: that a run with the result 
 releases of theirs after those that docs/coming-from.md names.
 """
 
-from __future__ import annotations
-
 import ast
 import re
 import subprocess

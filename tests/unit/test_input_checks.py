@@ -4,8 +4,6 @@ Why: found later, each of them costs the start of all engines, or the last check
 lines of data (test_prompts, test_datasets), the doctor's report (tests/integration/test_doctor_command).
 """
 
-from __future__ import annotations
-
 import io
 import json
 import os

@@ -5,8 +5,6 @@ once a night. They run here under bash, with stand-ins for Slurm's commands. Not
 not in this environment, and a real Slurm (tests/integration/test_nemo_run.py).
 """
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess

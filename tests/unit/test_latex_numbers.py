@@ -4,8 +4,6 @@ Why: they decide before math-verify sees an answer. math-verify's own comparison
 1e-15 for equal. Not covered: its readings (test_math_grader).
 """
 
-from __future__ import annotations
-
 import random
 import time
 import tomllib

@@ -4,8 +4,6 @@ Why: each of these would compute something plausible and wrong, or fail within a
 these layers compute (tests/distributed/test_families.py).
 """
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from pathlib import Path

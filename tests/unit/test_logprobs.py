@@ -10,8 +10,6 @@ tests/distributed/test_long_context.py), what a kernel takes and gives back insi
 kernels (benchmarks/gpu.py logprobs).
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

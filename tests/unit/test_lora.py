@@ -4,8 +4,6 @@ Why: a rank, a target or a cut that is wrong trains something else than the user
 proved by tests/distributed/test_lora_layouts and tests/integration/test_lora_engine.
 """
 
-from __future__ import annotations
-
 import math
 from contextlib import nullcontext
 from dataclasses import replace

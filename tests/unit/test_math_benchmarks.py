@@ -4,8 +4,6 @@ Why: a reference answer that is not right against itself is a problem no policy 
 part of the repository; without them these tests are skipped. Not covered: MATH, Minerva, OlympiadBench.
 """
 
-from __future__ import annotations
-
 import itertools
 from pathlib import Path
 

@@ -10,8 +10,6 @@ messages of an episode's trial, which takes seconds (test_episode_trial.py); eve
 refuses (test_config.py).
 """
 
-from __future__ import annotations
-
 import json
 import re
 import shlex

@@ -4,8 +4,6 @@ Why: rope scaling, a sliding window or a bias that goes unnoticed gives plausibl
 and nothing downstream can tell. Not covered: that the families are computed right (tests/distributed).
 """
 
-from __future__ import annotations
-
 import json
 import math
 from contextlib import nullcontext

@@ -5,8 +5,6 @@ takes a cluster for a single node starts as many runs as there are nodes. Not co
 (tests/integration/test_slurm.py), launchers that talk to each other (test_launcher_nodes.py).
 """
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import os

@@ -5,8 +5,6 @@ rule. The rows that come of it: filling behind sequences only, cut over context 
 Not covered: whether the numbers come out right (tests/distributed).
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 

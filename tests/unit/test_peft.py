@@ -4,8 +4,6 @@ Why: an adapter is made elsewhere, and may have any setting or size. PEFT itself
 covered: the sums of adapters and weights (tests/integration/test_convert_lora.py).
 """
 
-from __future__ import annotations
-
 import json
 import os
 import time

@@ -5,8 +5,6 @@ that they name and sets attributes. Not covered: whole commands (tests/integrati
 indexes (test_fuzz), and what Transformer Engine itself does with extra states (GPUs).
 """
 
-from __future__ import annotations
-
 import argparse
 import hashlib
 import io

@@ -4,8 +4,6 @@ Why: users trust a plan because its exact parts are exact. Not covered: how clos
 ranks (tests/distributed/test_plan_memory); what a GPU adds was never measured.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -4,8 +4,6 @@ Why: a job request needs the number of GPUs, and a layout that fits by half a Gi
 were never measured does not fit. Not covered: what libraries take of a node's memory.
 """
 
-from __future__ import annotations
-
 import json
 import re
 import tracemalloc

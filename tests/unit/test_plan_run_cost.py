@@ -5,8 +5,6 @@ a job is warned. The walk here knows no averages: it has a clock, a trainer and 
 the jobs of a cluster behave so; nothing was timed.
 """
 
-from __future__ import annotations
-
 import json
 import random
 from dataclasses import replace

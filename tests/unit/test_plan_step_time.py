@@ -4,8 +4,6 @@ Why: nobody can check such a table against a GPU beforehand, so its arithmetic m
 assumptions visible. Not covered: whether a real step takes that long; nothing was timed.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import re

@@ -5,8 +5,6 @@ or an FP8 setting that silently does nothing are found only on a GPU, hours late
 Not covered: Transformer Engine itself and every number it gives (tests/gpu).
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace

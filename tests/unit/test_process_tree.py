@@ -4,8 +4,6 @@ Why: the limit of a sandbox is on this sum, and what it leaves out is free to ta
 kind; test_sandbox_attacks has what a sandbox does about it. Not covered: tables of pages, swap.
 """
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

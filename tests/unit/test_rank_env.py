@@ -5,8 +5,6 @@ that wait for the matrix products that they should overlap with. Or other users 
 covered: that it is fast (GPUs).
 """
 
-from __future__ import annotations
-
 import os
 import sys
 from pathlib import Path

@@ -5,8 +5,6 @@ on a broken folder nor call a faulty run healthy. Folders are written by trainin
 how a browser shows the page (tests/integration/test_report_browser).
 """
 
-from __future__ import annotations
-
 import dataclasses
 import hashlib
 import html

@@ -5,8 +5,6 @@ statistics are checked against published tables, and against integrals and sampl
 own formulas. Not covered: curves and bands, which the page computes (tests/integration/test_report_browser).
 """
 
-from __future__ import annotations
-
 import json
 import math
 from itertools import pairwise

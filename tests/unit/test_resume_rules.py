@@ -4,8 +4,6 @@ Why: continuing the wrong run, or with another learning rate, wastes days of wor
 made by hand here; their contents are real in tests/integration and tests/distributed.
 """
 
-from __future__ import annotations
-
 import errno
 import json
 import os

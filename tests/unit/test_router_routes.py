@@ -5,8 +5,6 @@ Not covered here: that vLLM returns them (tests/integration/test_router_replay_r
 them (tests/distributed/test_router_replay.py), segments of a response (test_sampler_ahead).
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path

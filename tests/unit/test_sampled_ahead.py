@@ -5,8 +5,6 @@ of each token, at both levels, for the tokens that an update learns from. On sev
 tests/distributed/test_probes.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

@@ -5,8 +5,6 @@ folder of another user that looked like one of ours, with a list of files to rem
 Not covered: the processes that put files there (tests/integration/test_launcher).
 """
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

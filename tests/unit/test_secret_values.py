@@ -5,8 +5,6 @@ there was read by all users of a node. A rule that refuses ``answer_key`` would 
 the environment of processes, and what code of the user writes itself.
 """
 
-from __future__ import annotations
-
 import os
 from contextlib import suppress
 from pathlib import Path

@@ -7,8 +7,6 @@ the page once; each test exists. Not covered: whether a test proves the whole se
 of both.
 """
 
-from __future__ import annotations
-
 import ast
 import re
 from pathlib import Path

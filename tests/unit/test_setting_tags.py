@@ -1,7 +1,5 @@
 """What a setting affects: every setting has a tag, and the commands that ask agree with it."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Annotated
 

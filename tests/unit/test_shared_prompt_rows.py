@@ -6,8 +6,6 @@ of the kernel, which has no CPU version. Transformer Engine's module is a stand-
 numbers in a model (tests/distributed/test_shared_prompts.py), GPUs.
 """
 
-from __future__ import annotations
-
 import importlib
 import math
 import pickle

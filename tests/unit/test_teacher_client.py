@@ -8,8 +8,6 @@ run names a server that is not there, has another tokenizer, or gives no log-pro
 tests/integration/test_distillation_runs.
 """
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

@@ -8,8 +8,6 @@ never answers and one that cannot be made, side by side; and with the real packa
 Not covered: a training run with them (docs/trackers.md).
 """
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import multiprocessing

@@ -3,8 +3,6 @@
 Not covered: the loop itself (tests/integration), leaders of several replicas (tests/distributed).
 """
 
-from __future__ import annotations
-
 import io
 import json
 import math
