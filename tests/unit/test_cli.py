@@ -150,15 +150,6 @@ def test_config_prints_settings_that_can_be_used_again(config_file: Path):
     assert printed["data"]["path"] == str(config_file.parent / "train.jsonl")
 
 
-@pytest.mark.parametrize("command", ["config", "train"])
-def test_a_user_error_is_one_line(config_file: Path, command: str):
-    process = run(command, str(config_file), "training.stepz=1")
-    assert (process.returncode, process.stdout) == (2, "")
-    assert process.stderr.startswith("error: ")
-    assert "'training.steps'" in process.stderr
-    assert process.stderr.count("\n") == 1
-
-
 @pytest.mark.parametrize("arguments", [(), ("train",), ("tran", "x"), ("train", "--nope", "x")])
 def test_wrong_usage_is_explained(arguments: tuple[str, ...]):
     process = run(*arguments)

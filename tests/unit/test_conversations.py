@@ -28,6 +28,7 @@ from rpg_megatron.data.tokenizer_file import open_tokenizer
 from rpg_megatron.data.trajectory import Trajectory
 from rpg_megatron.rollout.seeds import stop_tokens
 from tests.support.chat_models import ENDS, write_chat_tokenizer
+from tests.support.trajectories import make_trajectory
 
 CHAT = [
     {"role": "system", "content": "numbers are names"},
@@ -249,16 +250,10 @@ def test_trajectories_have_the_mask(tmp_path: Path) -> None:
 
 
 def sampled(data: Data, text: str, reward: float, **more: Any) -> Trajectory:
-    prompt, response = (
-        np.array(data.oracle(part)["input_ids"], np.int32) for part in ("is the answer", text)
-    )
-    response = np.append(response, np.int32(data.end))
-    count = len(response)
+    prompt, response = (data.oracle(part)["input_ids"] for part in ("is the answer", text))
+    zeros = {name: np.zeros(len(response) + 1, np.float32) for name in ("old", "anchor")}
     fields = {"finish": "stop", "text": text, "correct": reward > 0, "reward": reward} | more
-    return Trajectory(
-        0, 0, prompt, response, np.zeros(count, np.float32), np.zeros(count, np.int32),
-        old=np.zeros(count, np.float32), anchor=np.zeros(count, np.float32), **fields,
-    )  # fmt: skip
+    return make_trajectory(prompt, [*response, data.end], **zeros, **fields)
 
 
 def test_rollouts_are_filtered_and_keep_their_tokens(tmp_path: Path) -> None:

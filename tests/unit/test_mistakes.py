@@ -102,6 +102,7 @@ MISTAKES = (
     M("run", "the key 'model' is missing; add it", {"run.yaml": ""}),
     M("run", r"bass\.yaml: no such config file \(.*extends it\)", {"run.yaml": "extends: bass.yaml\n"}),
     # Settings.
+    M("config run.yaml training.stepz=1", r"'training\.steps'"),
     M("run optimiser.lr=1e-5", "unknown key 'optimiser'; did you mean 'optimizer'"),
     M("run optimizer.learning_rate=1e-5", "unknown key .*learning_rate is optimizer.lr here"),
     M("run actor_rollout_ref.rollout.n=8", "rollout.n is rollout.samples_per_prompt here"),
@@ -259,14 +260,11 @@ MISTAKES = (
         warned=True,
     ),
     # Other commands.
-    M("eval run.yaml", "run.yaml is a file; give the folder of a checkpoint or run"),
     M("eval runs/run-001 --data heldout.jsonl", "does not exist; give the folder of a checkp"),
     M("eval MODELS/plain", "no problems to evaluate; give --suite NAME,NAME or --data FILE"),
-    M("eval MODELS/plain --suite aime2024", "'aime2024' is not known; did you mean 'aime24'"),
     M("eval MODELS/plain --data heldout.jsonl rollout.max_response_tokens=9", "use --max-response-tokens"),
     M("plan run.yaml --gpu h100", "'h100' is neither .*; did you mean h100-80"),
     M("plan run.yaml --gpu h100-80 --solve rollout=240", "must be NAME=PHASE:SECONDS, such as"),
-    M("study run.yaml --dry-run", "is no study: .*; write a file with config: run.yaml"),
     M(STUDY, "no key config; add config: FILE", {"study.yaml": "base: run.yaml\nseeds: [1, 2]\n"}),
     M(STUDY, "seeds: must be a list, such as", {"study.yaml": "config: run.yaml\nseeds: 3\n"}),
     M(

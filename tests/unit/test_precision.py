@@ -10,7 +10,6 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 import yaml
@@ -27,7 +26,6 @@ from rpg_megatron.config.policy import (
     ParallelSettings,
     PrecisionSettings,
 )
-from rpg_megatron.data.trajectory import Trajectory
 from rpg_megatron.launcher.checks import CheckedRun, check_start
 from rpg_megatron.launcher.preflight import FP8_EMULATED, check_gpus, check_precision, has_gpu
 from rpg_megatron.policy import layer_specs, optimizer, precision
@@ -35,6 +33,7 @@ from rpg_megatron.policy.microbatch import make_micro_batch
 from rpg_megatron.policy.model import transformer_config
 from tests.support.recipes import EXAMPLES
 from tests.support.tiny_models import TINY_MOE
+from tests.support.trajectories import make_trajectory
 
 CUDA = torch.device("cuda")
 
@@ -122,25 +121,8 @@ def test_every_rank_gets_a_multiple_of_tokens(tmp_path: Path, overrides: list[st
     settings = settings_of(tmp_path, *overrides)
     align, context = settings.precision.token_multiple(settings.parallel), settings.parallel.context
     assert align == multiple
-    rng = np.random.default_rng(0)
     for lengths in ([], [1], [3, 50, 200], [127], [128, 1]):
-        trajectories = [
-            Trajectory(
-                prompt_id=0,
-                sample=i,
-                group=0,
-                prompt=rng.integers(0, 9, 4).astype(np.int32),
-                response=rng.integers(0, 9, n).astype(np.int32),
-                behaviour=np.zeros(n, np.float32),
-                versions=np.zeros(n, np.int32),
-                finish="stop",
-                text="",
-                reward=0.0,
-                correct=False,
-                seed=0,
-            )
-            for i, n in enumerate(lengths)
-        ]
+        trajectories = [make_trajectory(4, n, sample=i, group=0) for i, n in enumerate(lengths)]
         for rank in range(context):
             pack = make_micro_batch(
                 trajectories, torch.device("cpu"), align=align, context=context, context_rank=rank

@@ -37,6 +37,7 @@ from rpg_megatron.system.encoding import decode, encode
 from rpg_megatron.training import batch_scoring
 from rpg_megatron.training.rollout_saver import keeps_routes
 from tests.support.tiny_models import TINY, TINY_MOE
+from tests.support.trajectories import make_trajectory
 
 EXPERTS = ExpertShape(300, 3, 64, True, (1, 3))
 REPLAY = "training.router_replay=rollout"
@@ -46,17 +47,8 @@ def trajectory(prompt: int, response: int, experts: ExpertShape = EXPERTS) -> Tr
     random = np.random.default_rng((prompt, response))
     size = prompt + response - 1, len(experts.layers), experts.count
     routes = random.random(size).argsort(-1)[..., : experts.per_token]
-    return Trajectory(
-        prompt_id=prompt,
-        sample=0,
-        prompt=np.arange(prompt, dtype=np.int32),
-        response=np.arange(response, dtype=np.int32),
-        behaviour=np.zeros(response, np.float32),
-        versions=np.zeros(response, np.int32),
-        finish="stop",
-        text="",
-        routes=routes.astype(np.int16 if experts.count > 256 else np.uint8),
-    )
+    routes = routes.astype(np.int16 if experts.count > 256 else np.uint8)
+    return make_trajectory(prompt, response, prompt_id=prompt, routes=routes)
 
 
 def returned(tokens: int, experts: ExpertShape = EXPERTS) -> np.ndarray:

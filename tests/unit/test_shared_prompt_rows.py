@@ -31,6 +31,7 @@ from rpg_megatron.policy.attention import PackedAttention, attend_runs
 from rpg_megatron.policy.microbatch import PackedSequences, make_micro_batch, pack_lengths
 from rpg_megatron.training import batch_scoring
 from tests.support.allocations import AllocationWatch
+from tests.support.trajectories import make_trajectory
 
 CPU = torch.device("cpu")
 LENGTHS = [60, 12, 120, 24, 36, 12, 12, 96]
@@ -183,13 +184,10 @@ def test_transformer_engines_module(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def trajectory(prompt: list[int], response: list[int], number: int = 0) -> Trajectory:
-    r = len(response)
-    values = np.arange(r, dtype=np.float32) + 100 * number
-    routes = np.full((len(prompt) + r - 1, 1, 1), number, np.uint8)
-    whole = (np.array(prompt, np.int32), np.array(response, np.int32))
-    return Trajectory(
-        number, number, *whole, values, np.zeros(r, np.int32), "stop", "", old=values, routes=routes
-    )
+    values = np.arange(len(response), dtype=np.float32) + 100 * number
+    routes = np.full((len(prompt) + len(response) - 1, 1, 1), number, np.uint8)
+    numbers = {"prompt_id": number, "sample": number, "behaviour": values, "old": values}
+    return make_trajectory(prompt, response, routes=routes, **numbers)
 
 
 GROUP = [

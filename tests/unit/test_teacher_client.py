@@ -28,6 +28,7 @@ from rpg_megatron.rollout import teacher_client
 from rpg_megatron.rollout.teacher_client import TeacherClient
 from rpg_megatron.system.http_client import ServerError
 from tests.support.chat_models import write_chat_tokenizer
+from tests.support.trajectories import make_trajectory
 
 PROMPT, RESPONSE = [3, 1, 4], [1, 5, 9, 2]
 
@@ -114,9 +115,7 @@ def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
 
 
 def sampled() -> Trajectory:
-    response = np.array(RESPONSE, np.int32)
-    zeros = np.zeros(len(response), np.float32)
-    return Trajectory(0, 0, np.array(PROMPT, np.int32), response, zeros, zeros.astype(np.int32), "stop", "")
+    return make_trajectory(PROMPT, RESPONSE)
 
 
 def score(server: Server, *trajectories: Trajectory, **settings: Any) -> None:

@@ -54,26 +54,22 @@ from rpg_megatron.training.mismatch import (
 )
 from rpg_megatron.training.run import RankRun
 from tests.support.batches import summary_of
+from tests.support.trajectories import make_trajectory
 
 
 def trajectory(gap: list[float], versions: list[int]) -> Trajectory:
     n = len(gap)
     old = np.linspace(-3, -0.1, n).astype(np.float32)
-    return Trajectory(
-        prompt_id=4,
-        sample=1,
-        prompt=np.array([5, 6], np.int32),
-        response=np.arange(n, dtype=np.int32),
+    numbers = {"prompt_id": 4, "sample": 1, "group": 3, "reward": 1.0, "correct": True, "advantage": 0.1}
+    return make_trajectory(
+        [5, 6],
+        n,
+        **numbers,
         behaviour=old + np.array(gap, np.float32),
         versions=np.array(versions, np.int32),
-        finish="stop",
         text="1 + 1 = 2\nAnswer: 2 \u2713\u2028\x85",  # a text may hold any separator of lines
-        reward=1.0,
-        correct=True,
         old=old,
         anchor=old.copy(),
-        group=3,
-        advantage=0.1,
         parts={"correctness": 1.0, "overlong": -0.25},
         extracted="2",
         reason="same number or text",
