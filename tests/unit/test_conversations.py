@@ -17,7 +17,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from pydantic import ValidationError
 from transformers import AutoTokenizer
 
 from rpg_megatron.config import Settings, UserError
@@ -316,26 +315,3 @@ def test_a_run_without_evaluation_has_no_engines() -> None:
     assert settings.engine.replicas == 1
     again = Settings.model_validate(settings.model_dump(mode="json"))
     assert again == settings
-
-
-@pytest.mark.parametrize(
-    ("more", "message"),
-    [
-        ({"sft": None}, "data is missing: the training prompts"),
-        ({"sft": None, "data": {"path": "x"}, "engine": {"replicas": 0}}, "engine.replicas 0 is for sft"),
-        ({"data": {"path": "x"}}, "data has no effect with sft"),
-        ({"objective": {"beta": 0.1}}, "objective has no effect with sft"),
-        ({"anchor": {"type": "fixed"}}, "anchor has no effect with sft"),
-        ({"training": {"ppo_epochs": 2}}, "training.ppo_epochs has no effect with sft: use sft.epochs"),
-        ({"training": {"minibatches": 4}}, "training.minibatches has no effect with sft"),
-        ({"sft": {"data": {"path": "x", "answer_boxed": True}}}, "answer_boxed has no effect on"),
-        ({"sft": {"data": {"path": "x", "preset": "gsm8k"}}}, "preset has no effect on conversations"),
-        ({"sft": {"data": {"path": "x", "min_reward": 1}}}, "min_reward has no effect without rollouts"),
-        ({"sft": {"data": {"rollouts": "x", "chat": True}}}, "chat has no effect on rollouts"),
-        ({"sft": {"data": {"rollouts": "x", "path": "y"}}}, "path has no effect on rollouts"),
-        ({"sft": {"data": {}}}, "has no prompts"),
-    ],
-)
-def test_settings_that_exclude_each_other(more: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValidationError, match=message):
-        Settings.model_validate(RUN | more)

@@ -312,34 +312,6 @@ def test_wrong_settings_of_other_code_are_told_before_the_start(override: str, m
     assert message in str(error.value)
 
 
-@pytest.mark.parametrize(
-    ("override", "message"),
-    [
-        ("advantage={type: rpg, scale: 1}", "unknown key 'advantage.scale'"),
-        ("advantage.type=grop", "advantage.type: "),
-        ("optimizer.schedule={type: linear, ends: 1}", "did you mean 'optimizer.schedule.end'?"),
-        ("optimizer.schedule={type: wds}", "optimizer.schedule.type: 'wds' is unknown; use one of constant"),
-        ("rollout.dynamic.least=1", "unknown key 'rollout.dynamic.least'"),
-        ("reward.target=1", "unknown key 'reward.target'"),
-        ("reward.type=boxd", "reward.type: must be one of answer_line, boxed, gsm8k, auto, or an import"),
-        ("reward.terms={a: {type: boxed, target: 1}}", "unknown key 'reward.terms.a.target'"),
-        (
-            "reward.terms={a: {type: boxed, weight: x}}",
-            "reward.terms.a.weight: must be a valid",
-        ),
-        ("reward.terms={a: {wait: 1}}", "the key 'reward.terms.a.type' is missing"),
-        ("reward.terms={mean: {type: boxed}}", "'mean': reward/mean is another metric; choose another name"),
-        ("reward={wrong: 0, terms: {a: {type: boxed}}}", "wrong has no effect with terms; move it into one"),
-        ("reward.terms={a: {type: boxed, weight: 0}}", "all weights are 0"),
-        ("rollout.dynamic.type=mixd", "rollout.dynamic.type: must be mixed, or an import path"),
-    ],
-)
-def test_ours_take_no_other_settings(override: str, message: str) -> None:
-    with pytest.raises(UserError) as error:
-        make(override)
-    assert message in str(error.value)
-
-
 def test_a_type_that_is_no_import_path_is_told() -> None:
     with pytest.raises(UserError, match=r"objective\.type: must be an import path module:name"):
         make_settings(

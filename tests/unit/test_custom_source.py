@@ -16,7 +16,6 @@ from rpg_megatron.config import UserError, load_settings
 from rpg_megatron.config.base import ImportedSettings
 from rpg_megatron.config.data import DataSettings
 from rpg_megatron.config.evaluation import EvaluationSettings
-from rpg_megatron.config.settings import make_settings
 from rpg_megatron.data import custom_source, problems, streamed_prompts
 from rpg_megatron.data.problems import read_problems, read_problems_with_counts
 from rpg_megatron.data.prompt_stream import PromptStream
@@ -164,19 +163,6 @@ def test_the_signal_that_announces_the_end_of_a_job_does_not_end_a_source() -> N
 def test_wrong_rows_can_be_left_out() -> None:
     problems, left_out = read_problems_with_counts(data("odd", malformed="skip"))
     assert ([p.answer for p in problems], left_out.counts) == (["1"], {"malformed": 2})
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"source": {"type": "a:b"}, "path": "d"}, "path and source exclude each other"),
-        ({"source": {"type": "a:b"}, "split": "test"}, "subset and split have no effect on source"),
-        ({"source": {"type": "a"}}, "data.source.type: must be an import path module:name"),
-    ],
-)
-def test_settings_that_exclude_each_other(change: dict[str, Any], message: str) -> None:
-    with pytest.raises(UserError, match=message):
-        make_settings({"model": {"path": "m"}, "data": change}, None, "x")
 
 
 # -- a source that is asked during the run -------------------------------------------------------------------

@@ -137,30 +137,6 @@ def test_every_rank_gets_a_multiple_of_tokens(tmp_path: Path, overrides: list[st
             assert int(pack.packed.cu_seqlens_q[-1]) == pack.size
 
 
-@pytest.mark.parametrize(
-    ("overrides", "message"),
-    [
-        (["precision={dtype: float32, fp8: {}}"], "fp8 needs dtype bfloat16, not float32"),
-        (["precision.fp8={recipe: delayed, first_last_bf16: 1}"], "recipe delayed does not support layers"),
-        (["precision.fp8.recipe=mxfp8"], "'blockwise', 'tensorwise' or 'delayed' (got 'mxfp8')"),
-        (["precision.fp8.parameters=true", "device=cpu"], "precision.fp8.parameters needs device cuda"),
-        (["precision.fp8={}", "model.implementation=local"], "set model.implementation to auto"),
-        (["precision.fp8.parameters=true", "optimizer.distributed=false"], "needs optimizer.distributed"),
-        (["precision.fp8.parameters=true", "anchor.type=fixed"], "excludes anchor.type fixed"),
-        (["model.implementation=transformer_engine", "device=cpu"], "transformer_engine needs device cuda"),
-        (
-            ["model.implementation=transformer_engine", "precision.dtype=float32"],
-            "needs precision.dtype bfloat16",
-        ),
-    ],
-)
-def test_what_cannot_be_is_refused_in_one_line(tmp_path: Path, overrides: list[str], message: str) -> None:
-    with pytest.raises(UserError) as caught:
-        settings_of(tmp_path, *overrides)
-    assert message in str(caught.value).splitlines()[0]
-    assert len(str(caught.value).splitlines()) == 1
-
-
 def test_layers_depend_on_device_precision_and_installation(tmp_path, monkeypatch) -> None:
     def chosen(*overrides: str, installed: bool = True, device: torch.device = CUDA) -> bool:
         spec = object() if installed else None

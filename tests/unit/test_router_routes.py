@@ -205,29 +205,6 @@ def test_engines_return_routes(config_file: Path, tmp_path: Path) -> None:
     assert [flag in engine_command(s, 0, tmp_path / "e") for s in (plain, replay)] == [False, True]
 
 
-@pytest.mark.parametrize(
-    ("overrides", "message"),
-    [
-        (
-            [REPLAY, "parallel.pipeline=2", "memory.recompute=selective"],
-            "memory.recompute selective excludes training.router_replay with parallel.pipeline",
-        ),
-        (
-            [REPLAY, "parallel.pipeline=2", "training.tokens_per_microbatch=8000"],
-            "selective, chosen for micro-batches of this size, excludes training.router_replay",
-        ),
-        ([REPLAY, "engine.arguments=[-pp, '2']"], "-pp excludes .* no routes from pipeline stages"),
-        ([REPLAY, "engine.arguments=['--kv-transfer-config={}']"], "no routes with a KV connector"),
-        (["rollout.journal_routes=2"], "no effect unless training.router_replay is set"),
-        ([REPLAY, "rollout.journal_routes=[0]"], r"journal_routes\[0\]: must be greater than or equal to 1"),
-        ([REPLAY, "rollout.journal_routes=-1"], "journal_routes: must be greater than or equal to 0"),
-    ],
-)
-def test_what_excludes_replay(config_file: Path, overrides: list[str], message: str) -> None:
-    with pytest.raises(UserError, match=message):
-        load_settings(config_file, overrides)
-
-
 def test_replay_with_sampling_ahead_is_advised_against(config_file: Path) -> None:
     ahead = ["rollout.ahead=1", "correction.type=truncate"]
     assert [list(load_settings(config_file, changes).notes()) for changes in ([REPLAY], ahead)] == [[], []]

@@ -310,26 +310,3 @@ def test_a_key_that_is_not_set(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("TEACHER_KEY", raising=False)
     with pytest.raises(UserError, match="the variable TEACHER_KEY is not set"):
         TeacherClient(TeacherSettings(url="http://x/v1", api_key_variable="TEACHER_KEY"))
-
-
-@pytest.mark.parametrize(
-    ("more", "message"),
-    [
-        ({"teacher": None}, "objective.type distil needs a teacher"),
-        ({"teacher": {}}, "needs either path"),
-        ({"teacher": {"path": "x", "url": "http://y"}}, "needs either path"),
-        ({"teacher": {"path": "x", "top_k": 3}}, "top_k has no effect without url"),
-        ({"anchor": {"type": "fixed"}}, "teacher takes the place of the anchor"),
-        ({"objective": {"type": "dapo"}, "advantage": {"type": "grpo"}}, "has no KL term, so teacher has no"),
-        ({"rollout": {"temperature": 0.7}}, "teacher needs rollout.temperature 1"),
-        ({"objective": {"type": "distil", "form": "full"}}, "objective.form full needs .*set teacher.path"),
-        ({"objective": {"type": "distil", "form": "top_k"}}, "form top_k and teacher.top_k need each other"),
-        ({"teacher": {"url": "http://y/v1", "top_k": 4}}, "form top_k and teacher.top_k need each other"),
-        ({"objective": {"type": "distil", "form": "sequence", "divergence": "fkl"}}, "form sequence is for"),
-        ({"reward": {"kl": {"coefficient": 0.1}}}, "reward.kl and teacher exclude each other"),
-    ],
-)
-def test_settings_that_exclude_each_other(tmp_path: Path, more: dict[str, Any], message: str) -> None:
-    raw = {"model": {"path": "m"}, "data": {"path": "x"}, "teacher": {"url": "http://y/v1"}, "device": "cpu"}
-    with pytest.raises(ValueError, match=message):
-        Settings.model_validate(raw | {"objective": {"type": "distil"}} | more)
