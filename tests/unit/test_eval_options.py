@@ -432,7 +432,7 @@ def test_the_table_shows_where_sets_differ() -> None:
     [
         (["/nowhere", "--data", "DATA"], "MODEL: /nowhere does not exist"),
         (["DATA", "--data", "DATA"], "is a file"),
-        (["EMPTY", "--data", "DATA"], "MODEL: EMPTY has no config.json, and is not a Megatron checkpoint, a"),
+        (["EMPTY", "--data", "DATA"], "MODEL: EMPTY has no config.json, and is not a Megatron checkpoint"),
         (["RUN", "--data", "DATA"], "MODEL: the run RUN has no complete checkpoint in checkpoints/ yet"),
         (["MEGATRON", "--data", "DATA"], "MEGATRON: has no hf/ with config.json and tokenizer"),
         (["MODEL"], "no problems to evaluate; give --suite"),
@@ -450,7 +450,7 @@ def test_the_table_shows_where_sets_differ() -> None:
         ),
         (["MODEL", "--data", "DATA", "-n", "many"], "evaluation.samples: must be a valid integer"),
         (["MODEL", "--data", "DATA", "--temperature", "[nan"], "evaluation.temperature: must be a"),
-        (["MODEL", "--data", "DATA", "--max-response-tokens", "x"], "evaluation.max_response_tokens: must"),
+        (["MODEL", "--data", "DATA", "--max-response-tokens", "x"], "evaluation.max_response_tokens: "),
         (["MODEL", "--data", "DATA", "-n", "4", "-n", "2"], "--samples is given twice for all sets"),
         (["MODEL", "--data", "DATA", "--top-p", "a=b=0.5"], "there is no set a=b; the sets are sums"),
         (["MODEL", "--data", "DATA", "-n", "sums=4", "-n", "sums=2"], "--samples is given twice for sums;"),
