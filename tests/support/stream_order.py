@@ -587,7 +587,6 @@ class Work:
 def _share(storage: torch.UntypedStorage) -> tuple[Any, ...]:
     """The result of ``UntypedStorage._share_cuda_``, with a number instead of a CUDA handle."""
     memory = ORDER.memory_of(storage)
-    assert memory is not None
     assert memory.gpu is not None
     number = len(ORDER.handles)
     ORDER.handles[number] = storage

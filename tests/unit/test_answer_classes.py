@@ -6,8 +6,6 @@ are compared, and at what cost. Not covered: the sampler's processes, which pass
 (integration/test_evaluation_command).
 """
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future

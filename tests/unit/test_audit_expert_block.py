@@ -6,8 +6,6 @@ the traces here, from faulty weights. Not covered: hooks in real engines and tra
 (tests/integration/test_audit_experts.py), ranks and stages (tests/distributed/test_trace_layouts.py).
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path

@@ -4,8 +4,6 @@ Why: an audit starts engines and ranks; what is wrong with its input must be kno
 an audit finds (test_audit_verdict, tests/integration/test_audit.py), its processes (test_audit_launch).
 """
 
-from __future__ import annotations
-
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -62,9 +60,7 @@ def test_a_run_of_adapters_gives_them_apart_from_its_model(config_file: Path, tm
     assert (model.path.name, model.adapter) == ("model", run / "adapters" / "step_000002")
 
 
-def test_engines_of_an_audit_return_no_routes(
-    config_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_engines_of_an_audit_return_no_routes(config_file, tmp_path, monkeypatch) -> None:
     """For routes vLLM needs cached prefixes, which an audit's engines must not have."""
     given = {}
 

@@ -6,8 +6,6 @@ from faulty weights. Not covered: hooks in real engines and trainers (tests/inte
 and stages (tests/distributed/test_trace_layouts.py).
 """
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from pathlib import Path

@@ -7,8 +7,6 @@ any way gives one gradient; a KL in the reward with group baselines. Not covered
 (benchmarks), Megatron (tests/distributed).
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 from typing import Any

@@ -4,8 +4,6 @@ Why: a run that overfits has its best weights in the middle, and pruning would r
 and rows as a run leaves them. Not covered: saving and exporting them (tests/distributed/test_preemption.py).
 """
 
-from __future__ import annotations
-
 import json
 import math
 from pathlib import Path
@@ -71,9 +69,7 @@ def test_a_step_is_saved_when_it_is_among_the_best(tmp_path: Path) -> None:
     assert not BestCheckpoints(settings("null"), tmp_path).includes(1)
 
 
-def test_a_kill_during_pruning_loses_none_of_the_best(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_kill_during_pruning_loses_none_of_the_best(tmp_path, monkeypatch) -> None:
     write_run(tmp_path, [1, 2, 5, 6])
 
     def killed(folder: Path, **_: object) -> None:

@@ -6,8 +6,6 @@ Proved on the inputs themselves, with the value that is right. Generated chats o
 test_chat_properties, runs with an engine in tests/integration/test_turn_ends.
 """
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any
@@ -315,7 +313,6 @@ def test_a_turn_without_an_end_ends_a_row_of_its_own(tmp_path: Path) -> None:
     write_model(model, STYLES["no end"], KINDS[0])
     file = write_rows(tmp_path, [{"messages": [user(), answer("one"), user(), answer("two")]}])
     tokenizer, settings = open_tokenizer(model, chat=True), ConversationSettings(path=file, chat=True)
-    assert tokenizer is not None
     end = tokenizer.vocabulary["<|end|>"]
     stops = stop_tokens(model, tokenizer, [end], chats=True)
     found = read_conversations(settings, tokenizer, "sft.data", stops=stops, end=end)

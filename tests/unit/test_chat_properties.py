@@ -11,8 +11,6 @@ long: 10,080. The same chats are sent through the gateway's form of a chat. Not 
 were sampled (tests/unit/test_gateway), runs.
 """
 
-from __future__ import annotations
-
 import asyncio
 import copy
 import json

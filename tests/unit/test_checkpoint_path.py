@@ -6,8 +6,6 @@ may come from somebody else: no link of it may lead to a private file, and no co
 imported. Not covered: the conversion (integration/test_convert_tools), whole resumes (test_resume_rules).
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -52,9 +52,7 @@ def test_by_minutes_since_the_last(monkeypatch: pytest.MonkeyPatch) -> None:
         (None, 10**6, False),  # no job, or no limit
     ],
 )
-def test_with_room_before_the_end_of_the_job(
-    left: float | None, step: float, due: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_with_room_before_the_end_of_the_job(left: float | None, step: float, due: bool, monkeypatch) -> None:
     checkpoints, never = schedule(left, grace=600), schedule(left, every=None)
     assert not checkpoints.due_by_time(step)  # a run of short steps does not save after each
     later = time.monotonic() + 61

@@ -6,8 +6,6 @@ check each example and random settings. Not covered: the machine's checks (test_
 tests/integration/test_doctor_command); what only a rank or an engine finds out.
 """
 
-from __future__ import annotations
-
 import ast
 import contextlib
 import io
@@ -393,9 +391,7 @@ def test_a_dry_run_starts_nothing(config_file: Path, capsys: pytest.CaptureFixtu
     assert "tensor=3 does not divide" in capsys.readouterr().err
 
 
-def test_what_does_not_fit_is_refused_by_all(
-    config_file: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_does_not_fit_is_refused_by_all(config_file, capsys, monkeypatch) -> None:
     monkeypatch.setattr(train_command, "check_memory", CHECK_MEMORY)
     settings = load_settings(config_file, ["engine.kv_cache_gib=1000000"])
     (problem,) = make_plan(settings).problems
@@ -443,9 +439,7 @@ def test_a_dry_run_on_two_nodes(config_file: Path, capsys: pytest.CaptureFixture
         dry_run(load_settings(config_file, spread[:2]), Nodes(0, 2))
 
 
-def test_what_is_gone_names_what_to_use_instead(
-    config_file: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_is_gone_names_what_to_use_instead(config_file, monkeypatch, capsys) -> None:
     gone = {"rollout.oversampling": ("use rollout.dynamic.oversample",), "--gpus": ("use --gpu",)}
     monkeypatch.setattr(renamed, "RENAMED", gone)
     with pytest.raises(UserError, match=r"'rollout\.oversampling' is gone; use rollout\.dynamic\.oversample"):

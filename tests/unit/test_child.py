@@ -5,8 +5,6 @@ holds a GPU. Proved with real processes. Not covered: what each does with its ch
 test_engine_process, test_convert_tools), a parent that is killed (the same).
 """
 
-from __future__ import annotations
-
 import os
 import signal
 from collections.abc import Callable, Iterator

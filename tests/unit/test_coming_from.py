@@ -4,8 +4,6 @@ Why: their readers have a problem or a deadline, and a key that was renamed cost
 covered: the settings of verl, NeMo-RL and TRL, which were read in their releases, and whether advice helps.
 """
 
-from __future__ import annotations
-
 import re
 import tomllib
 from functools import cache

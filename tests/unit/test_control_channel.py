@@ -5,8 +5,6 @@ whose end it does not notice lets it wait for ever. Sockets are real; other laun
 process. Not covered: whole launchers (tests/integration/test_launcher_nodes.py).
 """
 
-from __future__ import annotations
-
 import os
 import socket
 import struct
@@ -158,7 +156,6 @@ def test_last_words_are_the_cause(settings: Settings, monkeypatch: pytest.Monkey
     """Also if they and the end arrive while the messages of the next node are read."""
     with ExitStack() as stack:
         cluster = Cluster(settings, Nodes(0, 3, "job-x"), StopSignals())
-        assert cluster._server is not None
         stack.callback(cluster._server.close)
         meeting = Meeting(settings, cluster._server, stack)
         first, _ = meeting.join(1), meeting.join(2)

@@ -9,8 +9,6 @@ forms of data, chosen turns, cuts, malformed rows, and rollouts of a run with it
 Not covered here: the gradients (tests/distributed/test_fine_tuning), runs (tests/integration).
 """
 
-from __future__ import annotations
-
 import json
 import os
 from itertools import pairwise
@@ -19,7 +17,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from pydantic import ValidationError
 from transformers import AutoTokenizer
 
 from rpg_megatron.config import Settings, UserError
@@ -30,6 +27,7 @@ from rpg_megatron.data.tokenizer_file import open_tokenizer
 from rpg_megatron.data.trajectory import Trajectory
 from rpg_megatron.rollout.seeds import stop_tokens
 from tests.support.chat_models import ENDS, write_chat_tokenizer
+from tests.support.trajectories import make_trajectory
 
 CHAT = [
     {"role": "system", "content": "numbers are names"},
@@ -76,7 +74,6 @@ class Data:
         return found
 
     def text(self, ids: list[int]) -> str:
-        assert self.tokenizer is not None
         return self.tokenizer.decode(ids)
 
 
@@ -231,7 +228,6 @@ def test_a_chat_without_a_template(tmp_path: Path) -> None:
 def test_a_template_that_writes_a_turn_otherwise_than_its_prompt(tmp_path: Path) -> None:
     """Trained on such tokens, the model would learn a text that its rollouts never begin."""
     data = Data(tmp_path)
-    assert data.tokenizer is not None
     data.tokenizer.chat_template += "{%- if add_generation_prompt %}{{ '<think>\n' }}{%- endif %}"
     with pytest.raises(UserError, match=r"renders a turn of the assistant otherwise than after its"):
         data.read([{"messages": CHAT}], chat=True)
@@ -253,16 +249,10 @@ def test_trajectories_have_the_mask(tmp_path: Path) -> None:
 
 
 def sampled(data: Data, text: str, reward: float, **more: Any) -> Trajectory:
-    prompt, response = (
-        np.array(data.oracle(part)["input_ids"], np.int32) for part in ("is the answer", text)
-    )
-    response = np.append(response, np.int32(data.end))
-    count = len(response)
+    prompt, response = (data.oracle(part)["input_ids"] for part in ("is the answer", text))
+    zeros = {name: np.zeros(len(response) + 1, np.float32) for name in ("old", "anchor")}
     fields = {"finish": "stop", "text": text, "correct": reward > 0, "reward": reward} | more
-    return Trajectory(
-        0, 0, prompt, response, np.zeros(count, np.float32), np.zeros(count, np.int32),
-        old=np.zeros(count, np.float32), anchor=np.zeros(count, np.float32), **fields,
-    )  # fmt: skip
+    return make_trajectory(prompt, [*response, data.end], **zeros, **fields)
 
 
 def test_rollouts_are_filtered_and_keep_their_tokens(tmp_path: Path) -> None:
@@ -325,29 +315,3 @@ def test_a_run_without_evaluation_has_no_engines() -> None:
     assert settings.engine.replicas == 1
     again = Settings.model_validate(settings.model_dump(mode="json"))
     assert again == settings
-
-
-@pytest.mark.parametrize(
-    ("more", "message"),
-    [
-        ({"sft": None}, "data is missing: the training prompts"),
-        ({"sft": None, "data": {"path": "x"}, "engine": {"replicas": 0}}, "engine.replicas 0 is for sft"),
-        ({"data": {"path": "x"}}, "data has no effect with sft"),
-        ({"objective": {"beta": 0.1}}, "objective has no effect with sft"),
-        ({"anchor": {"type": "fixed"}}, "anchor has no effect with sft"),
-        ({"training": {"ppo_epochs": 2}}, "training.ppo_epochs has no effect with sft: use sft.epochs"),
-        ({"training": {"minibatches": 4}}, "training.minibatches has no effect with sft"),
-        (
-            {"sft": {"data": {"path": "x", "answer_boxed": True}}},
-            "answer_boxed has no effect on conversations",
-        ),
-        ({"sft": {"data": {"path": "x", "preset": "gsm8k"}}}, "preset has no effect on conversations"),
-        ({"sft": {"data": {"path": "x", "min_reward": 1}}}, "min_reward has no effect without rollouts"),
-        ({"sft": {"data": {"rollouts": "x", "chat": True}}}, "chat has no effect on rollouts"),
-        ({"sft": {"data": {"rollouts": "x", "path": "y"}}}, "path has no effect on rollouts"),
-        ({"sft": {"data": {}}}, "has no prompts"),
-    ],
-)
-def test_settings_that_exclude_each_other(more: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValidationError, match=message):
-        Settings.model_validate(RUN | more)

@@ -5,8 +5,6 @@ Links are replaced by a stand-in; which replica's memory each worker opens is co
 made-up GPUs. Not covered: CUDA itself (tests/gpu).
 """
 
-from __future__ import annotations
-
 import asyncio
 import sys
 import threading
@@ -93,9 +91,7 @@ def test_a_plan_of_copies_follows_the_messages() -> None:
             reader._plan_steps(copies)
 
 
-def test_a_link_through_the_host_has_pinned_memory_until_it_is_closed(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_link_through_the_host_has_pinned_memory_until_it_is_closed(monkeypatch) -> None:
     """From other memory, copies to and from the GPU are several times slower."""
     monkeypatch.setattr(dist, "ProcessGroupGloo", MagicMock())
     place = {"backend": "gloo", "timeout": 1.0, "address": "127.0.0.1"}
@@ -199,9 +195,7 @@ def _in_one_buffer(params: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize(("tensor", "data"), [(1, n) for n in range(2, 9)] + [(2, 4), (4, 2)])
-def test_each_worker_reads_the_replica_on_its_own_gpu(
-    tensor: int, data: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_each_worker_reads_the_replica_on_its_own_gpu(tensor: int, data: int, tmp_path, monkeypatch) -> None:
     node = Node(tmp_path / "bridge", tensor, data, monkeypatch)
     manifest = node.publish(1)
     for rank in range(node.world):
@@ -221,9 +215,7 @@ def test_each_worker_reads_the_replica_on_its_own_gpu(
     assert node.sent[-1] < before
 
 
-def test_a_replica_that_has_drifted_is_found_and_named(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_replica_that_has_drifted_is_found_and_named(tmp_path, monkeypatch) -> None:
     node = Node(tmp_path / "bridge", 2, 2, monkeypatch)
     node.params[3]["decoder.layers.1.mlp.linear_fc2.weight"][0, 0] += 1
     manifest = node.publish(1)

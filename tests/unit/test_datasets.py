@@ -5,8 +5,6 @@ must name file, row and fix. Not covered: JSON lines row by row (test_prompts); 
 network: the hub's loader gets a local folder instead.
 """
 
-from __future__ import annotations
-
 import gzip
 import json
 import re
@@ -80,9 +78,7 @@ WRITERS: dict[str, Callable[[list[dict[str, object]], Path], object]] = {
 @pytest.mark.parametrize("end", WRITERS)
 @pytest.mark.parametrize("name", ["train-{:05d}-of-00003", "train-{}-of-3", "part-{}", "c{}.snappy"])
 @pytest.mark.parametrize("kind", [DataSettings, ConversationSettings])
-def test_a_folder_is_its_shards(
-    tmp_path: Path, name: str, end: str, kind: type[DataSettings], caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_folder_is_its_shards(tmp_path, name: str, end: str, kind: type[DataSettings], caplog) -> None:
     numbers = (0, 1, 2) if "of" in name else (2, 9, 10)
     parts = (ROWS[:4], ROWS[4:5], ROWS[5:])
     folder = tmp_path / "data.parquet"  # Spark writes a folder of such a name

@@ -6,8 +6,6 @@ call: the rule against the paper's recurrence, token by token, the convolution a
 gradients in float64; the norm's epsilon against transformers' norm. Not covered: the layer (test_families).
 """
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import Tensor

@@ -4,8 +4,6 @@ Why: it computes chunks of tokens with triangular systems, and steps from states
 covered: packed rows (test_delta_net); convolution, gates, cache (tests/integration/test_hybrid_engines.py).
 """
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -10,8 +10,6 @@ float64 and through the chunked kernel in float32, whatever the chunk.
 Not covered here: layouts (tests/distributed/test_teachers), runs (tests/integration).
 """
 
-from __future__ import annotations
-
 import itertools
 from contextlib import nullcontext
 from itertools import pairwise
@@ -212,45 +210,6 @@ def test_later_tokens_are_those_of_the_same_sequence() -> None:
     assert nothing.per_token.numel() == 0
 
 
-@pytest.mark.parametrize("direction", ["rkl", "fkl"])
-@pytest.mark.parametrize(("chunk", "adapter"), [(1, False), (5, False), (5, True), (64, False)])
-def test_the_exact_divergence(direction: Any, chunk: int, adapter: bool) -> None:
-    generator = torch.Generator().manual_seed(4)
-
-    def draw(*size: int) -> Tensor:
-        return torch.randn(*size, generator=generator)
-
-    n, vocab, padded = 13, 37, 40
-    hidden, weight = draw(n, 8).requires_grad_(), draw(padded, 8).requires_grad_()
-    row = TeacherRow(draw(n, 5), draw(padded, 5), direction)
-    targets = torch.randint(0, vocab, (n,), generator=generator)
-    d_rows = draw(3, n)
-
-    # Some columns as an adapter's, which adds the same to the logits.
-    (h, narrow), (w, b) = (x.split([6, 2], 1) for x in (hidden, weight))
-    inputs = (h, w) if adapter else (hidden, weight)
-    head = Head(1.0, chunk, vocab, teacher=row)
-    rows = torch.stack(token_logprobs(*inputs, targets, head, added=(narrow, b) if adapter else None))
-    logp, entropy, divergence = rows
-    actual = torch.autograd.grad((rows * d_rows).sum(), [hidden, weight])
-
-    wide = [x.detach().double().requires_grad_() for x in (hidden, weight)]
-    own = (wide[0] @ wide[1][:vocab].t()).log_softmax(-1)
-    others = (row.hidden.double() @ row.weight[:vocab].double().t()).log_softmax(-1)
-    p, q = (own, others) if direction == "rkl" else (others, own)
-    exact = (p.exp() * (p - q)).sum(-1)
-    picked = own.gather(1, targets[:, None])[:, 0]
-    spread = -(own.exp() * own).sum(-1)
-    expected = torch.autograd.grad((torch.stack([picked, spread, exact]) * d_rows).sum(), wide)
-
-    torch.testing.assert_close(logp.double(), picked, atol=1e-5, rtol=1e-5)
-    torch.testing.assert_close(divergence.double(), exact, atol=1e-5, rtol=1e-5)
-    torch.testing.assert_close(entropy.double(), spread, atol=1e-5, rtol=1e-5)
-    for a, b in zip(actual, expected, strict=True):
-        torch.testing.assert_close(a.double(), b, atol=2e-5, rtol=1e-4)
-    assert not actual[1][vocab:].any(), "rows of padding are no tokens"
-
-
 def lumped(p: Tensor, q: Tensor, ids: Tensor) -> Tensor:
     """KL of rows of log-probs over the tokens ``ids`` [n, k] and one outcome for all others."""
 
@@ -264,41 +223,43 @@ def lumped(p: Tensor, q: Tensor, ids: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("direction", ["rkl", "fkl"])
 @pytest.mark.parametrize(("chunk", "adapter"), [(1, False), (5, False), (5, True), (64, False)])
-def test_the_divergence_of_the_likeliest_tokens(direction: Any, chunk: int, adapter: bool) -> None:
-    generator = torch.Generator().manual_seed(6)
-    n, vocab, padded, k = 13, 37, 40, 4
+@pytest.mark.parametrize("likeliest", [None, 4])
+def test_the_exact_divergence(direction: Any, chunk: int, adapter: bool, likeliest: int | None) -> None:
+    """Over the vocabulary, or over the likeliest tokens of a teacher that gives no others."""
+    generator = torch.Generator().manual_seed(4)
 
     def draw(*size: int) -> Tensor:
         return torch.randn(*size, generator=generator)
 
+    n, vocab, padded = 13, 37, 40
     hidden, weight = draw(n, 8).requires_grad_(), draw(padded, 8).requires_grad_()
-    others = draw(n, vocab).double().log_softmax(-1)
-    logps, ids = others.topk(k)
+    whole = TeacherRow(draw(n, 5), draw(padded, 5), direction)
+    others = (whole.hidden.double() @ whole.weight[:vocab].double().t()).log_softmax(-1)
+    logps, ids = others.topk(likeliest or 1)
     known = torch.arange(n) != 5
-    row = TeacherTop(ids, logps.float(), known, direction)
+    row = TeacherTop(ids, logps.float(), known, direction) if likeliest else whole
     targets = torch.randint(0, vocab, (n,), generator=generator)
     targets[0] = ids[0, 0]  # a sampled token among the likeliest
     d_rows = draw(3, n)
+
     # Some columns as an adapter's, which adds the same to the logits.
     (h, narrow), (w, b) = (x.split([6, 2], 1) for x in (hidden, weight))
     inputs = (h, w) if adapter else (hidden, weight)
     head = Head(1.0, chunk, vocab, teacher=row)
     rows = torch.stack(token_logprobs(*inputs, targets, head, added=(narrow, b) if adapter else None))
-    logp, entropy, divergence = rows
     actual = torch.autograd.grad((rows * d_rows).sum(), [hidden, weight])
 
     wide = [x.detach().double().requires_grad_() for x in (hidden, weight)]
     own = (wide[0] @ wide[1][:vocab].t()).log_softmax(-1)
     p, q = (own, others) if direction == "rkl" else (others, own)
-    exact = lumped(p, q, ids) * known
-    picked = own.gather(1, targets[:, None])[:, 0]
-    spread = -(own.exp() * own).sum(-1)
-    expected = torch.autograd.grad((torch.stack([picked, spread, exact]) * d_rows).sum(), wide)
-    torch.testing.assert_close(divergence.double(), exact, atol=1e-5, rtol=1e-5)
-    torch.testing.assert_close(entropy.double(), spread, atol=1e-5, rtol=1e-5)
-    torch.testing.assert_close(logp.double(), picked, atol=1e-5, rtol=1e-5)
+    exact = lumped(p, q, ids) * known if likeliest else (p.exp() * (p - q)).sum(-1)
+    reference = torch.stack([own.gather(1, targets[:, None])[:, 0], -(own.exp() * own).sum(-1), exact])
+    expected = torch.autograd.grad((reference * d_rows).sum(), wide)
+
+    torch.testing.assert_close(rows.double(), reference, atol=1e-5, rtol=1e-5)
     for a, b in zip(actual, expected, strict=True):
         torch.testing.assert_close(a.double(), b, atol=2e-5, rtol=1e-4)
+    assert not actual[1][vocab:].any(), "rows of padding are no tokens"
 
 
 @pytest.mark.parametrize("direction", ["rkl", "fkl"])

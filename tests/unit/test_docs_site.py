@@ -4,8 +4,6 @@ Why: ``make docs`` checks the same, but needs packages that the tests do without
 sites.
 """
 
-from __future__ import annotations
-
 import ast
 import posixpath
 import re

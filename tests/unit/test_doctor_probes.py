@@ -3,8 +3,6 @@
 Not covered: the command, and machines that are broken on purpose (tests/integration/test_doctor_command.py).
 """
 
-from __future__ import annotations
-
 import json
 import os
 import re
@@ -24,9 +22,7 @@ from rpg_megatron.system import sandbox
 from tests.support.checks import doctor_rows
 
 
-def test_each_of_several_nodes_prints_its_name_and_what_is_wrong(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_each_of_several_nodes_prints_its_name_and_what_is_wrong(monkeypatch, capsys) -> None:
     """A batch script has the number of the job's tasks in its environment too, but is no step."""
     fine, bad = ok("a", "fine"), failed("b", "broken", "mend it")
     monkeypatch.setattr(command, "PROBES", [("a", 10.0, lambda _: iter([fine, bad]))])
@@ -49,9 +45,7 @@ def test_each_of_several_nodes_prints_its_name_and_what_is_wrong(
     assert capsys.readouterr().out == "n2: all checks passed\n"
 
 
-def test_long_findings_are_wrapped_in_a_pipe(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_long_findings_are_wrapped_in_a_pipe(monkeypatch, capsys) -> None:
     monkeypatch.delenv("COLUMNS", raising=False)
     monkeypatch.setattr(command, "PROBES", [("a", 10.0, lambda _: iter([ok("a", "word " * 100)]))])
     assert command.run_doctor(None, as_json=False)
@@ -80,9 +74,7 @@ def test_a_probe_that_hangs_or_breaks_is_one_failed_line() -> None:
     assert all(c.fix for c in checks if c.verdict == "failed")
 
 
-def test_walltime_comes_from_slurm_if_the_environment_lacks_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_walltime_comes_from_slurm_if_the_environment_lacks_it(tmp_path, monkeypatch) -> None:
     (check,) = machine.probe_walltime(Subject(None, None))
     assert check.verdict == "not applicable"
     end = datetime.fromtimestamp(time.time() + 90 * 60 + 5).isoformat(timespec="seconds")

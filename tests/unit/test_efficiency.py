@@ -4,21 +4,18 @@ Why: a figure that is invented for an unknown card would be believed. Proved wit
 Not covered: a real GPU, whose readings and names only a GPU gives.
 """
 
-from __future__ import annotations
-
 import threading
 from types import SimpleNamespace
 
-import numpy as np
 import pytest
 import torch
 
 from rpg_megatron.config import Settings
 from rpg_megatron.data.batch_index import index_of
-from rpg_megatron.data.trajectory import Trajectory
 from rpg_megatron.training import efficiency
 from rpg_megatron.training.efficiency import Efficiency, UtilizationSampler, peak_flops
 from tests.support.tiny_models import TINY
+from tests.support.trajectories import make_trajectory
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 
@@ -62,17 +59,9 @@ def make(
     return Efficiency(Settings.model_validate(raw), TINY, device)
 
 
-def test_mfu_counts_three_passes_an_update_and_one_a_policy(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_mfu_counts_three_passes_an_update_and_one_a_policy(monkeypatch) -> None:
     tracker = make(monkeypatch, "NVIDIA H100 80GB HBM3")
-    trajectories = [
-        Trajectory(
-            *(i, i, np.zeros(p, np.int32), np.zeros(r, np.int32), np.zeros(r, np.float32)),
-            *(np.zeros(r, np.int32), "stop", ""),
-        )
-        for i, (p, r) in enumerate([(30, 10), (100, 60)])
-    ]
+    trajectories = [make_trajectory(p, r, prompt_id=p) for p, r in ((30, 10), (100, 60))]
     row = tracker.batch_metrics(index_of(trajectories))
     heads, kv = TINY.num_heads * TINY.head_dim, TINY.num_kv_heads * TINY.head_dim
     layer = TINY.hidden_size * (2 * heads + 2 * kv + 3 * TINY.ffn_hidden_size)

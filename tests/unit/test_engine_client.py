@@ -53,7 +53,6 @@ def generate(handler: Handler, experts: ExpertShape | None = None, **changes: An
             await asyncio.sleep(3)
             raise
         except ConnectionError:
-            assert request.transport is not None
             request.transport.close()
             raise
         return web.Response(status=response.status, body=response.content)

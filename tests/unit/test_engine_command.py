@@ -5,7 +5,6 @@ on it. Not covered: an engine that runs (tests/integration/test_engine_process.p
 """
 
 import os
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -105,9 +104,7 @@ def test_environment(settings: Settings, tmp_path: Path, monkeypatch: pytest.Mon
     assert "VLLM_MLA_DISABLE" not in engine_environment(precise, 0, tmp_path, "secret")
 
 
-def test_engines_have_the_gpus_behind_the_ranks(
-    settings: Settings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_engines_have_the_gpus_behind_the_ranks(settings: Settings, tmp_path, monkeypatch) -> None:
     settings = settings.model_copy(
         update={
             "device": "cuda",
@@ -207,9 +204,7 @@ def test_the_first_error_of_a_log_is_the_cause(tmp_path: Path) -> None:
     assert first_error(log) is None
 
 
-def test_a_head_size_that_cpu_engines_lack_is_refused(
-    config_file: Path, tmp_path: Path, make_checkpoint: Callable[..., Path]
-) -> None:
+def test_a_head_size_that_cpu_engines_lack_is_refused(config_file, tmp_path, make_checkpoint) -> None:
     model = make_checkpoint(tmp_path / "model", head_dim=16)
     settings = load_settings(
         config_file, [f"model.path={model}", f"evaluation={{data: {{path: {tmp_path}}}}}"]

@@ -5,8 +5,6 @@ covered: that a real core answers and real workers leave marks (tests/integratio
 test_bridge_vllm.py), what follows from a hang (test_engine_pool.py).
 """
 
-from __future__ import annotations
-
 import asyncio
 import os
 from pathlib import Path

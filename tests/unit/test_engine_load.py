@@ -5,8 +5,6 @@ Only the timeline tells who waited for whom. Engines are stand-ins.
 Not covered: vLLM's metrics themselves (tests/integration/test_rollout_engine.py).
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 from pathlib import Path

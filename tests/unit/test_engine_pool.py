@@ -5,8 +5,6 @@ Engines are stand-ins that answer from the seed; the test plays the launcher thr
 real deaths (tests/integration/test_resume.py, test_engine_recovery.py).
 """
 
-from __future__ import annotations
-
 import asyncio
 import random
 import time
@@ -357,9 +355,7 @@ def test_an_engine_that_hangs_is_lost_though_its_server_answers(tmp_path: Path, 
     play(scene)
 
 
-def test_a_worker_may_wait_for_a_trainer_up_to_the_timeout(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_worker_may_wait_for_a_trainer_up_to_the_timeout(tmp_path, monkeypatch) -> None:
     monkeypatch.setattr(pool_module, "_MIN_PROBE_SECONDS", 0.01)
     links = Manifest("process_group", {"timeout": 1.0}, 0, EMPTY, ())
 
@@ -384,9 +380,7 @@ def test_a_worker_may_wait_for_a_trainer_up_to_the_timeout(
     play(scene)
 
 
-def test_a_sampler_that_was_stopped_itself_asks_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_sampler_that_was_stopped_itself_asks_again(tmp_path, monkeypatch) -> None:
     monkeypatch.setattr(pool_module, "_LATE_SECONDS", 0.2)
 
     class Stopped(Engine):

@@ -4,8 +4,6 @@ Why: an environment that hangs or crashes must not stop a run, lose turns or cha
 processes; the engine is a stand-in. Not covered: kills in a whole run (test_kills).
 """
 
-from __future__ import annotations
-
 import asyncio
 import os
 import random

@@ -4,8 +4,6 @@ Why: each case was found only after the engines were up. A real process with the
 gateway; the engine is the stand-in of the check. Not covered: an episode that needs minutes to import.
 """
 
-from __future__ import annotations
-
 import asyncio
 from pathlib import Path
 
@@ -105,9 +103,7 @@ def key(episode: str) -> str:
         ("a_float", "TypeError: it returned float instead of an Episode"),
         ("messages", "generate is called with something that is no list of token ids"),
         pytest.param("text", "generate is called with something that is no list of token ids", marks=long),
-        pytest.param(
-            "encoded_again", "do not begin with the .* tokens of the conversation so far", marks=long
-        ),
+        pytest.param("encoded_again", "do not begin with the .* tokens of the conversation so", marks=long),
         pytest.param("no_turn", "it ended without a turn of the policy", marks=long),
         pytest.param("two_kinds", "return rewards of different kinds", marks=long),
         ("endless", "timeout: ended after 3 s"),

@@ -5,8 +5,6 @@ other tokens than those sampled. Stand-in engines answer from the prompt and the
 mid-turn: test_sampler_ahead. Not covered: real engines (tests/integration/test_episode_run.py).
 """
 
-from __future__ import annotations
-
 import asyncio
 import dataclasses
 import json
@@ -56,7 +54,6 @@ def test_turns_continue_what_was_sampled(config_file: Path, tmp_path: Path) -> N
     for t in group:
         sequence = [*PROMPT, *t.response.tolist()]
         turns = re.fullmatch(rb"(\d{1,5}\0?)\(\)\*(\d{1,5}\0?)\(\)\*(\d{1,5}\0?)", bytes(t.response.tolist()))
-        assert turns is not None
         assert [bool(m) for m in t.mask] == [token not in b"()*" for token in t.response.tolist()]
         assert (t.versions == np.where(t.mask, 5, NOT_SAMPLED)).all()
         assert (t.behaviour[t.mask] < 0).all()
@@ -160,9 +157,7 @@ def test_rows_survive_files_and_answer_for_their_response(config_file: Path, tmp
 
 
 @pytest.mark.parametrize("episode", ["three_turns", "branching"])
-def test_neither_timing_nor_failures_change_a_response(
-    config_file: Path, tmp_path: Path, episode: str
-) -> None:
+def test_neither_timing_nor_failures_change_a_response(config_file, tmp_path, episode: str) -> None:
     """A turn that an engine has answered is not sampled again when it fails."""
     settings = make_settings(config_file, f"tests.support.episodes:{episode}")
     expected, _ = sample(settings, [Engine(random.Random(1))], tmp_path)
@@ -223,9 +218,7 @@ def test_the_token_limit_ends_a_response(config_file: Path, tmp_path: Path) -> N
 
 @pytest.mark.parametrize("limit", ["tokens", "turns"])
 @pytest.mark.parametrize("ended", ["passes", "none", "score", "raises"])
-def test_a_limit_ends_a_response_and_never_a_run(
-    config_file: Path, tmp_path: Path, ended: str, limit: str
-) -> None:
+def test_a_limit_ends_a_response_and_never_a_run(config_file, tmp_path, ended: str, limit: str) -> None:
     """Two of four responses reach it; whatever their episodes make of it, they are no failures, and have the
     number ``failed`` unless they return another.
     """
@@ -307,9 +300,7 @@ def test_an_evaluation_runs_the_episode_too(config_file: Path, tmp_path: Path) -
     )
 
 
-def test_a_reward_that_fails_inside_an_episode_is_counted(
-    config_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_reward_that_fails_inside_an_episode_is_counted(config_file, tmp_path, monkeypatch) -> None:
     (tmp_path / "bad_reward.py").write_text("def bad(response, answer): return 1 / 0\n")
     monkeypatch.setenv("PYTHONPATH", str(ROOT), prepend=os.pathsep)
     monkeypatch.chdir(tmp_path)

@@ -6,8 +6,6 @@ whether a row's figure comes out; nothing here has run on GPUs. That each loss o
 tests/integration/test_recipe_runs.
 """
 
-from __future__ import annotations
-
 import json
 import re
 import subprocess
@@ -148,7 +146,6 @@ def test_a_row_is_what_the_paper_says(file: Path) -> None:
     assert (optimizer.weight_decay, optimizer.clip_grad) == (0.1, 1.0)
     assert (settings.rollout.temperature, settings.precision.dtype) == (1.0, "bfloat16")
     assert (settings.data.preset, settings.data.too_long) == ("dapo-math-17k", "cut")
-    assert settings.evaluation is not None
     assert (settings.evaluation.samples, settings.evaluation.temperature) == (32, 1.0)
     assert settings.evaluation.every == 10
     heldout = {part.name: part.samples for part in settings.evaluation.heldout}
@@ -248,11 +245,9 @@ def test_an_example_has_the_lengths_of_its_name(file: Path) -> None:
     settings = load_settings(file)
     response = int(file.stem[-2]) * 1024
     assert settings.rollout.max_response_tokens == response
-    assert settings.reward.overlong is not None
     assert settings.reward.overlong.buffer == response // 4
     assert settings.training.tokens_per_microbatch >= settings.data.max_prompt_tokens + response
     assert settings.name == file.stem.replace("_", "-")
-    assert settings.evaluation is not None
     assert {part.data.thinking for part in settings.evaluation.heldout} == {settings.data.thinking}
     assert {part.data.template for part in settings.evaluation.heldout} == {settings.data.template}
 
@@ -276,7 +271,6 @@ def test_ahead_examples_differ_from_the_others_in_few_settings() -> None:
         ahead, base = load_settings(file), load_settings(EXAMPLES / file.name)
         assert ahead.name == f"{base.name}-ahead"
         assert ahead.rollout.ahead in (1, 2)
-        assert ahead.correction is not None
         assert ahead.correction.type == "truncate"
         assert not ahead.engine.colocated
         rollout = {**base.rollout.model_dump(), "ahead": ahead.rollout.ahead}
@@ -328,7 +322,6 @@ def test_the_cost_beside_an_example_is_plans(file: Path) -> None:
     assumed = assume(plan.target.name)
     step = estimate_step(plan, assumed)
     cost = cost_of(plan, step, Job(3600 * assumed.walltime))
-    assert cost is not None
     numbers = f"{step.step:,.0f} | {cost.jobs} | {cost.days:.1f} | {cost.gpu_hours:,.0f}"
     row = costs().get(label(file)) or costs()[label(file.parent / "*")]
     assert row == f"{step.placement} | {plan.gpus.total} | {numbers}"
@@ -423,7 +416,6 @@ def test_adapters_are_documented_with_plans_estimates() -> None:
     for name, gpus, rank, trained, *estimates in rows:
         plan, base = plan_of(EXAMPLES / f"{name}.yaml"), load_settings(EXAMPLES / "dapo_math" / "base.yaml")
         lora = plan.settings.lora
-        assert lora is not None
         assert (lora.publish, int(rank)) == ("adapters", lora.rank)
         assert plan.settings.optimizer.lr == pytest.approx(10 * base.optimizer.lr)
         assert gpus == (

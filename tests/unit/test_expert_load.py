@@ -4,8 +4,6 @@ Why: the metrics are the only sign of experts that receive no tokens. Not covere
 count each token once.
 """
 
-from __future__ import annotations
-
 import math
 from types import SimpleNamespace
 

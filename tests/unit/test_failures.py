@@ -146,9 +146,7 @@ def test_restarts_are_counted_since_the_last_checkpoint(tmp_path: Path) -> None:
     assert asked(ended(4)) is None
 
 
-def test_runs_without_a_checkpoint_count_together(
-    config_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_runs_without_a_checkpoint_count_together(config_file, tmp_path, monkeypatch) -> None:
     """Such a run is not resumed: each start has a folder of its own."""
     monkeypatch.setenv(RESTART_FILE, str(tmp_path / "restart"))
     settings = load_settings(config_file, [f"runs={tmp_path / 'runs'}", "job.max_restarts=2"])
@@ -169,9 +167,7 @@ def test_runs_without_a_checkpoint_count_together(
     assert ends_of_starts(folder)[1]["nodes"] == ["n2"]
 
 
-def test_only_a_machines_failure_in_a_job_is_restarted(
-    config_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_only_a_machines_failure_in_a_job_is_restarted(config_file, tmp_path, monkeypatch) -> None:
     settings, file = load_settings(config_file, [f"runs={tmp_path / 'runs'}"]), tmp_path / "restart"
     monkeypatch.delenv(RESTART_FILE, raising=False)
     assert note_failure(settings, Failure("x", machine=True)) == ""

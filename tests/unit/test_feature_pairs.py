@@ -5,8 +5,6 @@ Why: planted faults that no test found stood where two features meet. A feature 
 The runs themselves: tests/integration/test_feature_pair_runs.py.
 """
 
-from __future__ import annotations
-
 from itertools import combinations
 from pathlib import Path
 

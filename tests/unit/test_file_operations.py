@@ -5,8 +5,6 @@ module has the checks, and each exception here says why it needs none. Not cover
 a path (safetensors, pyarrow's metadata, tokenizers, Megatron, tensorboard), and files that vLLM opens.
 """
 
-from __future__ import annotations
-
 import ast
 from collections.abc import Iterator
 from pathlib import Path

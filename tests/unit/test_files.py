@@ -5,8 +5,6 @@ overwrite or remove a file of ours that its author may not touch. Not covered: w
 (test_file_operations, and the tests of each command).
 """
 
-from __future__ import annotations
-
 import ctypes
 import os
 import tempfile
@@ -101,9 +99,7 @@ def test_what_lies_elsewhere_is_refused(tmp_path: Path, folder: Path, secret: Pa
         open_regular(file, folder.resolve())
 
 
-def test_a_link_planted_at_the_last_moment_is_refused(
-    folder: Path, secret: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_link_planted_at_the_last_moment_is_refused(folder: Path, secret: Path, monkeypatch) -> None:
     def swap(path: Path, *arguments: object, **options: object) -> int:
         if path == folder / "file":
             path.unlink()
@@ -181,9 +177,7 @@ def test_a_file_is_replaced_whole_or_not_at_all(folder: Path, secret: Path) -> N
 
 
 @pytest.mark.parametrize(("mode", "copied"), [(0o600, 0o600), (0o644, 0o644), (0o640, 0o640), (0o666, 0o644)])
-def test_a_copy_has_no_more_readers_than_its_source(
-    tmp_path: Path, folder: Path, mode: int, copied: int
-) -> None:
+def test_a_copy_has_no_more_readers_than_its_source(tmp_path, folder: Path, mode: int, copied: int) -> None:
     (folder / "file").chmod(mode)
     for name, content in (("plain", None), ("changed", b"y")):
         with open_regular(folder / "file") as source:
@@ -192,9 +186,7 @@ def test_a_copy_has_no_more_readers_than_its_source(
         assert (tmp_path / name).read_bytes() == (content or b"x")
 
 
-def test_a_copy_of_a_file_that_grows_ends(
-    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_copy_of_a_file_that_grows_ends(folder: Path, tmp_path, monkeypatch) -> None:
     with open_regular(folder / "file") as source:
 
         def grow(*arguments: Any, **options: Any) -> Any:

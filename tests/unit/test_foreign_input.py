@@ -5,8 +5,6 @@ tries some fifty ways to write, connect, signal and read. Not covered: faults of
 of system calls, and kernels that have only one of the two means (simulated).
 """
 
-from __future__ import annotations
-
 import os
 import resource
 import select
@@ -291,9 +289,7 @@ def test_a_reader_gets_no_secrets(monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
     }
 
 
-def test_a_warning_to_all_processes_does_not_end_a_reader(
-    target: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_warning_to_all_processes_does_not_end_a_reader(target: Path, monkeypatch) -> None:
     """A scheduler sends it at any moment, also before the reader's first line has run."""
     start = subprocess.Popen
 
@@ -346,7 +342,6 @@ time.sleep(600)
 
 def test_a_reader_ends_with_the_process_that_started_it() -> None:
     with subprocess.Popen([sys.executable, "-c", ORPHAN], stdout=subprocess.PIPE, text=True) as parent:
-        assert parent.stdout is not None
         child = os.pidfd_open(int(parent.stdout.readline()))
         parent.kill()
     with open(child, "rb") as ended:

@@ -4,8 +4,6 @@ Why: a report and a start from another user's run read files that anybody may ha
 trust them. Not covered: that the process can reach nothing (test_foreign_input), and faults of the decoders.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import os
 import re
@@ -43,9 +41,7 @@ def bits(trajectory: Trajectory) -> list[Any]:
     return [(v.dtype, v.shape, v.tobytes()) if isinstance(v, np.ndarray) else repr(v) for v in values]
 
 
-def test_steps_arrive_with_the_same_bits_through_one_process(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_steps_arrive_with_the_same_bits_through_one_process(tmp_path, monkeypatch) -> None:
     started = []
     monkeypatch.setattr(
         foreign_rollouts, "read_foreign", lambda *a, **k: (started.append(a), read_foreign(*a, **k))[1]
@@ -80,9 +76,7 @@ def _changed(name: str, change: Callable[[pa.Table], pa.Array]) -> Callable[[Pat
     return write
 
 
-def test_a_malformed_step_is_one_message_and_the_next_is_read(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_malformed_step_is_one_message_and_the_next_is_read(tmp_path, monkeypatch) -> None:
     monkeypatch.setattr(foreign_rollouts, "_LARGEST", 20_000)
     cases: dict[str, Callable[[Path], Any]] = {
         "reward is double with 1 nulls": _changed("reward", lambda t: pa.nulls(1, pa.float64())),

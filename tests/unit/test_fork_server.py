@@ -4,8 +4,6 @@ Why: a worker that must remove what it has made is otherwise killed with its ser
 covered: code that users import (test_reward_pool), verifiers (tests/integration/test_verifiers.py).
 """
 
-from __future__ import annotations
-
 import os
 import socket
 import time

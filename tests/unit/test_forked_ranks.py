@@ -5,8 +5,6 @@ silently. Proved with real processes. Not covered: what a run does with them (ev
 ranks on a CPU).
 """
 
-from __future__ import annotations
-
 import os
 import signal
 import sys
@@ -75,9 +73,7 @@ print(torch.get_num_threads(), a.grad[0, 0].item(), (b @ b).sum(),
 """
 
 
-def test_libraries_with_threads_work_in_ranks(
-    start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_libraries_with_threads_work_in_ranks(start: Start, tmp_path, monkeypatch) -> None:
     """The parent has threads of them, which forks do not have."""
     monkeypatch.setenv("OMP_NUM_THREADS", "3")
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")

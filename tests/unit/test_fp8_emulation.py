@@ -6,8 +6,6 @@ Not covered: Transformer Engine's kernels, which need a GPU (tests/gpu); several
 (tests/distributed/test_fp8_layouts.py).
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 from functools import partial

@@ -5,8 +5,6 @@ large ones with the long tests and ``make fuzz``; RPG_FUZZ_SEED chooses other mu
 that a search guided by coverage would find.
 """
 
-from __future__ import annotations
-
 import builtins
 import collections
 import gc

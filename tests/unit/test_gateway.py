@@ -6,8 +6,6 @@ thinking) and Llama 3 do, through the real server and vLLM's parsers of tool cal
 that often samples another encoding of a text than the tokenizer's. Not covered: real engines.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import json
@@ -499,9 +497,7 @@ def test_a_response_has_one_body_in_memory(config_file: Path, tmp_path: Path) ->
     run.sample(client)
 
 
-def test_connections_without_a_key_end(
-    config_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_connections_without_a_key_end(config_file, tmp_path, monkeypatch, caplog) -> None:
     """By their number and after a time, also if they send; and there is not a record for each."""
     monkeypatch.setattr("rpg_megatron.rollout.gateway_connections._SECONDS", 0.5)
     run = Run(config_file, tmp_path, "qwen2.5", tools=False)

@@ -4,8 +4,6 @@ Why: nothing here installs it, so a version raised in one place would be noticed
 is shown to find a planted mismatch. Not covered: whether the environment installs and runs.
 """
 
-from __future__ import annotations
-
 import re
 import tomllib
 from collections.abc import Callable
@@ -73,7 +71,6 @@ def mismatches(files: dict[str, str]) -> list[str]:
     if release is None or release[1] != cuda:
         problems.append(f"{image}: CUDA is not {cuda}, or not from that place")
     python = re.search(r"(\d+\.\d+)", project["requires-python"])
-    assert python is not None
     for name in (LOCK, RECIPE, "docs/install.md"):
         named = set(re.findall(r"python ?(3\.\d+)", files[name].lower()))
         if named != {python[1]}:

@@ -4,8 +4,6 @@ Why: users of other frameworks write ``Qwen/Qwen3-4B-Base``. Without a network, 
 message says what to do. Not covered: the real hub.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

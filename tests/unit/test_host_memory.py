@@ -5,8 +5,6 @@ tensor, and memory must not be freed while CUDA has it registered. CUDA's two fu
 covered: that copies are fast, and that memory is pinned (GPUs).
 """
 
-from __future__ import annotations
-
 import gc
 import logging
 import mmap
@@ -75,9 +73,7 @@ def test_pinned_memory_is_what_was_asked_for_in_whole_pages(runtime: Runtime) ->
     assert len(runtime.held) == 4
 
 
-def test_a_refused_pin_gives_ordinary_memory_and_one_warning(
-    runtime: Runtime, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_refused_pin_gives_ordinary_memory_and_one_warning(runtime: Runtime, caplog) -> None:
     runtime.code = 2
     with caplog.at_level(logging.WARNING):
         for size in SIZES:
@@ -141,9 +137,7 @@ class Copies(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_an_anchor_changes_places_without_a_wait_for_each_weight(
-    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_anchor_changes_places_without_a_wait_for_each_weight(dtype: torch.dtype, monkeypatch) -> None:
     monkeypatch.setattr(anchor, "_PART", 1000, raising=False)
     torch.manual_seed(3)
     weights = [torch.nn.Parameter(torch.randn(s).to(dtype)) for s in [(50, 70), (1000,), (3,), (2001,)]]

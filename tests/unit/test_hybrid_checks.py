@@ -4,8 +4,6 @@ Why: vLLM would fail at its start, or at the first request, with lines about its
 those of vLLM's logs. Not covered: engines that run (tests/integration/test_hybrid_engines.py).
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 from typing import Any

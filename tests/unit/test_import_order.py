@@ -7,8 +7,6 @@ seconds more to start and 300 MiB more. Not covered: names in strings, such as t
 processes run; what is imported later, when it is needed.
 """
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from graphlib import CycleError, TopologicalSorter

@@ -5,8 +5,6 @@ makes one file two modules, by the order in which tests were collected. And benc
 of tests, which few or slow tests run, import only names that exist. Not covered: names in strings.
 """
 
-from __future__ import annotations
-
 import ast
 from functools import cache
 from pathlib import Path

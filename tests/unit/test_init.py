@@ -4,8 +4,6 @@ Why: the first file that a newcomer edits is this one. Not covered: training wit
 run).
 """
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import subprocess
@@ -30,7 +28,6 @@ def test_what_is_written_loads(tmp_path: Path, task: str) -> None:
     assert settings.device == "cpu"
     assert (settings.reward.type == "my_reward:digits") == (task == "custom")
     assert (settings.rollout.episode is not None) == (task == "tools")
-    assert settings.evaluation is not None
     for data in (settings.data, settings.evaluation.heldout[0].data):
         problems, *_ = read_problems_with_counts(data)
         assert len(problems) >= 200
@@ -45,10 +42,8 @@ def test_fine_tuning_loads_and_its_rows_can_be_trained(tmp_path: Path, model: st
     assert text.startswith("# A run that works as it is")
     assert "quickstart" not in text
     settings = load_settings(tmp_path / "run.yaml")
-    assert settings.sft is not None
     assert (settings.sft.data.path, settings.device) == (tmp_path / "solutions.jsonl", "cpu")
     assert settings.model.path == (tmp_path / "model" if model is None else Path(model).absolute())
-    assert settings.evaluation is not None
     assert settings.evaluation.heldout[0].data.path == tmp_path / "heldout.jsonl"
 
 
@@ -64,8 +59,6 @@ def test_fine_tuning_passes_all_checks_of_a_run(tmp_path: Path) -> None:
 def test_the_reward_is_the_one_of_the_config(tmp_path: Path) -> None:
     write_files(tmp_path, "custom", None)
     spec = importlib.util.spec_from_file_location("my_reward", tmp_path / "my_reward.py")
-    assert spec is not None
-    assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     first = json.loads((tmp_path / "train.jsonl").read_text().splitlines()[0])

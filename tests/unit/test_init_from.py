@@ -5,8 +5,6 @@ the public recipes of the three stacks. Not covered: that a run with the result 
 releases of theirs after those that docs/coming-from.md names.
 """
 
-from __future__ import annotations
-
 import ast
 import re
 import subprocess
@@ -24,9 +22,11 @@ from rpg_megatron.commands.init.from_config import convert_config
 from rpg_megatron.config import Settings, UserError, load_settings
 from rpg_megatron.config.coming_from import find_row, rows
 from rpg_megatron.config.explanation import valid_keys
-from tests.support.foreign_configs import NEMO_MATH_1B, NEMO_RECIPES, TRL, VERL
 
 KEYS = frozenset(valid_keys(Settings))
+FOREIGN = Path(__file__).parents[1] / "data" / "foreign"
+EXPECTED = yaml.safe_load((FOREIGN / "expected.yaml").read_text(encoding="utf-8"))
+NEMO_MATH_1B = (FOREIGN / "nemo_rl" / "math_1b.yaml").read_text(encoding="utf-8")
 
 
 def convert(folder: Path, name: str, text: str) -> tuple[Settings, dict[str, str], str]:
@@ -49,33 +49,18 @@ def value_of(settings: Settings, key: str) -> Any:
 
 def check(settings: Settings, expected: dict[str, Any]) -> None:
     found = {key: value_of(settings, key) for key in expected}
-    assert {k: str(v) if isinstance(v, Path) else v for k, v in found.items()} == expected
+    plain = {type(Path()): str, tuple: list}
+    assert {k: plain[type(v)](v) if type(v) in plain else v for k, v in found.items()} == expected
 
 
-@pytest.mark.parametrize("name", VERL)
-def test_verl(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+@pytest.mark.parametrize("file", EXPECTED)
+def test_a_recipe_is_taken_as_expected(tmp_path, monkeypatch, file: str) -> None:
     monkeypatch.setenv("HOME", "/home/me")
-    text, expected, left = VERL[name]
-    settings, reasons, _ = convert(tmp_path, name, text)
-    check(settings, expected)
-    assert {key for key in reasons if not key.startswith("here ")} == set(left)
-
-
-@pytest.mark.parametrize("name", NEMO_RECIPES)
-def test_nemo_rl(tmp_path: Path, name: str) -> None:
-    text, expected, left = NEMO_RECIPES[name]
-    (tmp_path / "grpo_math_1B.yaml").write_text(NEMO_MATH_1B, encoding="utf-8")
-    settings, reasons, _ = convert(tmp_path, name, text)
-    check(settings, expected)
-    assert {key for key in reasons if not key.startswith("here ")} == set(left)
-
-
-@pytest.mark.parametrize("name", TRL)
-def test_trl(tmp_path: Path, name: str) -> None:
-    text, expected, left = TRL[name]
-    settings, reasons, _ = convert(tmp_path, name, text)
-    check(settings, expected)
-    assert {key for key in reasons if not key.startswith("here ")} == set(left)
+    (tmp_path / "grpo_math_1B.yaml").write_text(NEMO_MATH_1B, encoding="utf-8")  # others extend it
+    text = (FOREIGN / file).read_text(encoding="utf-8")
+    settings, reasons, _ = convert(tmp_path, Path(file).name, text)
+    check(settings, EXPECTED[file]["taken"])
+    assert {key for key in reasons if not key.startswith("here ")} == set(EXPECTED[file]["left"])
 
 
 def test_every_key_is_counted(tmp_path: Path) -> None:
@@ -168,16 +153,8 @@ def test_a_row_that_takes_values_has_a_plain_key(row: Any) -> None:
         ("a.yaml", "a: [", "not valid YAML"),
         ("a.yaml", "a: 1\na: 2", "appears twice"),
         ("a.yaml", "", "neither verl's, NeMo-RL's nor TRL's: its keys are none"),
-        (
-            "a.yaml",
-            "{model: {path: x}, data: {path: y}}",
-            "neither verl's, NeMo-RL's nor TRL's: its keys are model",
-        ),
-        (
-            "a.yaml",
-            "{max_length: 9, packing: true, learning_rate: 1}",
-            "max_length is a setting of fine-tuning",
-        ),
+        ("a.yaml", "{model: {path: x}, data: {path: y}}", "neither verl's, NeMo-RL's nor TRL's: its keys"),
+        ("a.yaml", "{max_length: 9, packing: true, learning_rate: 1}", "max_length is a setting of"),
         ("a.yaml", "{sft: {max_num_epochs: 1}, policy: {model_name: m}}", "sft is a setting of fine-tuning"),
         ("a.sh", "echo hello", "neither verl's"),
         ("a.sh", "python -m x 'a.b=1", "cannot be read (No closing quotation)"),

@@ -4,8 +4,6 @@ Why: found later, each of them costs the start of all engines, or the last check
 lines of data (test_prompts, test_datasets), the doctor's report (tests/integration/test_doctor_command).
 """
 
-from __future__ import annotations
-
 import io
 import json
 import os
@@ -193,9 +191,7 @@ CHAT += "{%- if add_generation_prompt %}<assistant>{% endif %}"
 
 
 @pytest.mark.parametrize("chat", [False, True])
-def test_lengths_are_those_of_the_sampler(
-    config_file: Path, checkpoint: Path, tmp_path: Path, chat: bool
-) -> None:
+def test_lengths_are_those_of_the_sampler(config_file, checkpoint, tmp_path, chat: bool) -> None:
     from transformers import AutoTokenizer
 
     model = shutil.copytree(checkpoint, tmp_path / "model")
@@ -261,9 +257,7 @@ def test_tokens_that_the_model_does_not_have(config_file: Path, checkpoint: Path
     assert check_data(load_settings(config_file, [f"model.path={checkpoint}"]))[1:] == []
 
 
-def test_a_checkpoint_is_one_model_for_trainer_and_engine(
-    config_file: Path, checkpoint: Path, tmp_path: Path
-) -> None:
+def test_a_checkpoint_is_one_model_for_trainer_and_engine(config_file, checkpoint, tmp_path) -> None:
     """Engines use a head that differs from the embedding, though config.json ties them."""
     model = tmp_path / "model"
     shutil.copytree(checkpoint, model)

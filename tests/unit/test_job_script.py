@@ -5,8 +5,6 @@ once a night. They run here under bash, with stand-ins for Slurm's commands. Not
 not in this environment, and a real Slurm (tests/integration/test_nemo_run.py).
 """
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess
@@ -153,9 +151,7 @@ def test_a_job_that_cannot_work_is_refused(
         check_job(config_file, ["engine.replicas=2", *words], nodes=nodes, command=command, container=False)
 
 
-def test_a_command_that_is_not_there_or_has_no_torch(
-    config_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_command_that_is_not_there_or_has_no_torch(config_file, tmp_path, monkeypatch) -> None:
     with pytest.raises(UserError, match="gone/rpg-megatron was not found"):
         check_job(config_file, [], nodes=1, command="gone/rpg-megatron", container=False)
     check_job(config_file, [], nodes=1, command="gone/rpg-megatron", container=True)  # the container has it
@@ -171,9 +167,7 @@ def test_a_command_that_is_not_there_or_has_no_torch(
 
 
 @pytest.mark.skipif(find_spec("nemo_run") is not None, reason="this environment has NeMo-Run")
-def test_without_nemo_run_one_line_says_how_to_get_it(
-    config_file: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_without_nemo_run_one_line_says_how_to_get_it(config_file, capsys) -> None:
     with pytest.raises(SystemExit) as end:
         cli.main(["launch", str(config_file), "--dryrun"])
     assert end.value.code == 2

@@ -192,9 +192,7 @@ def test_other_weights_are_sampled_again(settings: Settings, tmp_path: Path) -> 
     assert rows == undisturbed(settings, tmp_path / "other")
 
 
-def test_a_full_disk_keeps_nothing_and_leaves_nothing(
-    settings: Settings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_full_disk_keeps_nothing_and_leaves_nothing(settings: Settings, tmp_path, monkeypatch) -> None:
     def full(file: Path, _: object) -> None:
         raise OSError(28, "No space left on device", str(file))
 

@@ -4,8 +4,6 @@ Why: each of these would compute something plausible and wrong, or fail within a
 these layers compute (tests/distributed/test_families.py).
 """
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -29,11 +27,7 @@ PART: dict[str, Any] = {"prefix": "model.language_model.", "untrained": ("vision
 @pytest.mark.parametrize(
     ("shape", "overrides", "message"),
     [
-        (
-            tiny_shape(windows=WINDOWS),
-            ["training.share_prompts=true"],
-            "training.share_prompts: qwen3 models",
-        ),
+        (tiny_shape(windows=WINDOWS), ["training.share_prompts=true"], "training.share_prompts: qwen3"),
         (
             tiny_shape(windows=WINDOWS),
             ["parallel.context=2", "device=cuda", "precision.dtype=bfloat16"],
@@ -62,9 +56,7 @@ PART: dict[str, Any] = {"prefix": "model.language_model.", "untrained": ("vision
         ),
     ],
 )
-def test_what_layers_exclude(
-    config_file: Path, shape: ModelShape, overrides: list[str], message: str
-) -> None:
+def test_what_layers_exclude(config_file, shape: ModelShape, overrides: list[str], message: str) -> None:
     settings = load_settings(config_file, overrides)
     check_layers(settings, TINY)
     check_layers(load_settings(config_file), shape)

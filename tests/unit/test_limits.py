@@ -5,8 +5,6 @@ has loaded the model. Not covered: whether the numbers suffice for large runs; r
 are in tests/integration/test_launcher.py.
 """
 
-from __future__ import annotations
-
 import resource
 from pathlib import Path
 

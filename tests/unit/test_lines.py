@@ -3,8 +3,6 @@
 tools/lines.toml has the limits and the exceptions: what is above a limit today, and may only become smaller.
 """
 
-from __future__ import annotations
-
 import ast
 import tomllib
 from pathlib import Path

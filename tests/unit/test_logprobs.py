@@ -10,8 +10,6 @@ tests/distributed/test_long_context.py), what a kernel takes and gives back insi
 kernels (benchmarks/gpu.py logprobs).
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
@@ -89,9 +87,7 @@ def test_gradients_in_bfloat16_are_as_good_as_its_products() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("rows", ["log-prob", "entropy", "rkl", "fkl", "likeliest"])
-def test_what_a_gpu_compiles_can_be_traced(
-    dtype: torch.dtype, rows: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_a_gpu_compiles_can_be_traced(dtype: torch.dtype, rows: str, monkeypatch) -> None:
     traced: list[str] = []
     teachers: dict[str, Any] = {
         name: TeacherRow(torch.randn(70, 4).to(dtype), torch.randn(45, 4).to(dtype), name)  # type: ignore[arg-type]

@@ -4,8 +4,6 @@ Why: a rank, a target or a cut that is wrong trains something else than the user
 proved by tests/distributed/test_lora_layouts and tests/integration/test_lora_engine.
 """
 
-from __future__ import annotations
-
 import math
 from contextlib import nullcontext
 from dataclasses import replace
@@ -47,31 +45,6 @@ NEXT = tiny_shape("qwen3_next")
 
 def settings_with(lora: dict[str, Any] | None, **more: Any) -> Settings:
     return make_settings(BASE | {"lora": lora} | more, None, "run.yaml")
-
-
-@pytest.mark.parametrize(
-    ("lora", "more", "message"),
-    [
-        ({"rank": 0}, {}, "lora.rank"),
-        ({"rank": 513}, {}, "lora.rank"),
-        ({"alpha": 0}, {}, "lora.alpha"),
-        ({"dropout": 0.05}, {}, "lora.dropout"),
-        ({"targets": []}, {}, "the list is empty"),
-        ({"targets": ["q_proj", "q_proj"]}, {}, "names q_proj twice"),
-        ({"targets": ["query"]}, {}, "lora.targets"),
-        ({"target_modules": ["q_proj"]}, {}, "target_modules is lora.targets here"),
-        ({"publish": "merged"}, {"precision": {"dtype": "bfloat16"}}, "needs precision.dtype float32"),
-        (
-            {"publish": "merged"},
-            {"data": None, "sft": {"data": {"path": "x"}}},
-            "has no effect without engines",
-        ),
-        (None, {"model": {"path": "model", "adapter": "adapter"}}, "model.adapter needs lora"),
-    ],
-)
-def test_impossible_settings_are_named(lora: Any, more: dict[str, Any], message: str) -> None:
-    with pytest.raises(UserError, match=message):
-        settings_with(lora, **more)
 
 
 def test_the_scale_is_that_of_peft() -> None:

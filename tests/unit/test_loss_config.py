@@ -6,8 +6,6 @@ plain tensors. Not covered: the numbers themselves (test_objectives, test_baseli
 (tests/distributed).
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 from functools import partial
 from typing import Any

@@ -7,8 +7,6 @@ under Transformer Engine's. Not covered: pipeline stages, tied embeddings, famil
 without ``make .megatron-bridge``.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Callable

@@ -5,8 +5,6 @@ of it, right and wrong, must be graded as such (docs/evidence/rewards.md has the
 of the repository; without them these tests are skipped. Not covered: MATH, Minerva, OlympiadBench.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable
 from fractions import Fraction
@@ -110,9 +108,7 @@ FORMS = [
 
 
 @pytest.mark.parametrize(("file", "preset", "count"), SETS)
-def test_every_reference_is_right_against_itself(
-    file: str, preset: str, count: int, checkpoint: Path
-) -> None:
+def test_every_reference_is_right_against_itself(file: str, preset: str, count: int, checkpoint) -> None:
     settings = DataSettings(
         path=DATA / file, preset=preset, chat=True, system="Be brief.", max_prompt_tokens=4096
     )

@@ -8,6 +8,8 @@ middle of the night ruins a run. Not covered: workers that are killed (test_rewa
 import asyncio
 import re
 import time
+import tomllib
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -22,85 +24,23 @@ from rpg_megatron.rewards.normalize import canonical
 from rpg_megatron.rewards.quantity import as_number
 from rpg_megatron.rewards.reward import Response, Scorer, overlong_penalty
 
+CASES = tomllib.loads((Path(__file__).parents[1] / "data" / "grader_cases.toml").read_text("utf-8"))
+
 
 def accepts(response: str, answer: str) -> bool:
     return grade(response, answer, style="answer_line").correct
 
 
-@pytest.mark.parametrize(
-    ("response", "answer"),
-    [
-        ("Answer: 18", "18"),
-        ("so\nANSWER : 18\nthat is all", "18"),
-        ("Answer: 4\nAnswer: 18", "18"),
-        ("Answer: 18\nAnswer:", "18"),
-        ("Answer:\n\n  18", "18"),
-        ("Answer: Answer: 18", "18"),
-        ("**Answer:** 18", "18"),
-        ("**Answer: 18**", "18"),
-        ("Answer: 18.0", "18"),
-        ("Answer: 18.", "18"),
-        ("Answer: 0018", "18"),
-        ("Answer: +18", "18"),
-        ("Answer: \u2212 18", "-18"),
-        ("Answer: $18$", "18"),
-        ("Answer: \\$18", "18"),
-        ("Answer: \\( 18 \\)", "18"),
-        ("Answer: $\\boxed{18}$.", "18"),
-        ("Answer: \\boxed{\\text{18}}", "18"),
-        ("Answer: 1,234,567", "1234567"),
-        ("Answer: 1{,}234", "1,234"),
-        ("Answer: $1,234.50", "1234.5"),
-        ("Answer: 50%", "50"),
-        ("Answer: 50\\%", "50%"),
-        ("Answer: 18 dollars", "18"),
-        ("Answer: 18 \\text{ cm}^2", "18"),
-        ("Answer: 90^\\circ", "90"),
-        ("Answer: 90^{\\circ}", "90"),
-        ("Answer: 5 m", "5"),
-        ("Answer: x = 18", "18"),
-        ("Answer: 1e2", "100"),
-        ("Answer: three", "3"),
-        ("Answer: the answer is 18", "18"),
-        ("Answer: 1/2", "0.5"),
-        ("Answer: \\frac{1}{2}", "0.5"),
-        ("Answer: \\dfrac12", "1/2"),
-        ("Answer: -\\frac{6}{4}", "-3/2"),
-        ("Answer: \\frac{x+1}{2}", "\\frac{ x + 1 }{2}"),
-        ("Answer: \\left( 1, 2 \\right)", "(1,2)"),
-        ("Answer: Yes", "yes"),
-        ("Answer: \\text{Yes}", "yes"),
-        ("Answer: " + "7" * 100, "7" * 100),
-    ],
-)
+@pytest.mark.parametrize(("response", "answer"), [*CASES["accepted"], ("Answer: " + "7" * 100, "7" * 100)])
 def test_accepts(response: str, answer: str) -> None:
     assert accepts(response, answer)
     assert grade(response, answer).correct
 
 
-@pytest.mark.parametrize(
-    ("response", "answer"),
-    [
-        ("18", "18"),
-        ("The answer is 18", "18"),
-        ("Answer:", "18"),
-        ("Answer: 18\nAnswer: 4", "18"),
-        ("Answer: 18 or 19", "18"),
-        ("Answer: 181", "18"),
-        ("Answer: -18", "18"),
-        ("Answer: 18.01", "18"),
-        ("Answer: 18" + " " * WINDOW, "18"),
-        ("Answer: 3\\frac{1}{2}", "31/2"),
-        ("Answer: 1/0", "0"),
-        ("Answer: x <= 5", "5"),
-        ("Answer: 3+5m", "3+5"),
-        ("Answer: 1,23", "123"),
-        ("Answer: (1,234)", "1234"),
-        ("Answer: X", "Xy"),
-        ("Answer: \\Delta", "\\delta"),
-        ("Answer: " + "7" * 99 + "8", "7" * 100),
-    ],
-)
+LONG = [("Answer: 18" + " " * WINDOW, "18"), ("Answer: " + "7" * 99 + "8", "7" * 100)]
+
+
+@pytest.mark.parametrize(("response", "answer"), [*CASES["rejected"], *LONG])
 def test_rejects(response: str, answer: str) -> None:
     assert not accepts(response, answer)
 
@@ -163,38 +103,7 @@ def test_hostile_repetition_is_quick(piece: str) -> None:
 
 @pytest.mark.parametrize(
     ("response", "style", "expected"),
-    [
-        ("Answer: 5", "auto", "5"),
-        ("\\boxed{5}", "auto", "5"),
-        ("so\n#### 5\n", "auto", "5"),
-        ("Answer: 4, or \\boxed{5}", "auto", "5"),
-        ("\\boxed{4}\nAnswer: 5", "auto", "5"),
-        ("#### 4\nAnswer: 5", "auto", "5"),
-        ("Answer: 4\n#### 5", "auto", "5"),
-        ("Answer: 5\n\n#### Explanation\nwe add", "auto", "5"),
-        ("Answer: $\\boxed{5}$", "auto", "5"),
-        ("\\boxed{4} no, \\boxed{5}", "boxed", "5"),
-        ("\\boxed{\\frac{1}{2}}.", "boxed", "\\frac{1}{2}"),
-        ("\\boxed{\\{1,2\\}}", "boxed", "\\{1,2\\}"),
-        ("\\boxed{\\boxed{5}}", "boxed", "5"),
-        ("\\fbox{5}", "boxed", "5"),
-        ("\\boxed 5.", "boxed", "5."),
-        ("\\boxed{5} and then \\boxed{6", "boxed", "5"),
-        ("\\boxed{6", "boxed", None),
-        ("\\boxedx{6}", "boxed", None),
-        ("\\boxed{ }", "boxed", None),
-        ("Answer: 5", "boxed", None),
-        ("Answer: 5", "gsm8k", None),
-        ("#### 4\n#### 5 ", "gsm8k", "5"),
-        ("\\boxed{5}", "answer_line", None),
-        ("The answer is 5. I am sure.", "auto", "5"),
-        ("The final answer is: $3.5$", "auto", "$3.5$"),
-        ("The answer is 4.\n\\boxed{5}", "auto", "5"),
-        (" 5 ", "auto", "5"),
-        ("We add.\nSo it is 5", "auto", None),
-        ("", "auto", None),
-        ("5" * 400, "auto", None),
-    ],
+    [*((*row, None)[:3] for row in CASES["last_form"]), ("5" * 400, "auto", None)],
 )
 def test_the_last_form_counts(response: str, style: str, expected: str | None) -> None:
     assert find_answer(response, style) == expected
@@ -209,27 +118,7 @@ FORMS = {
 
 
 @pytest.mark.parametrize("style", STYLES)
-@pytest.mark.parametrize(
-    ("response", "expected"),
-    [
-        ("<think>\nTwo and three.\n5", None),
-        ("<think>5</think>\nI am not sure.\nSorry", None),
-        ("<think>5</think>\n6", "6"),
-        ("5\n</think>\nSo\n6", "6"),
-        ("5\n</think>\nI do not\nknow", None),
-        ("<think>4</think>\n5\n<think>6</think>", "5"),
-        ("<think>4</think>\n5\n<think>6", "5"),
-        ("<think>4 <think>6</think>\n5", "5"),
-        ("<think>4 <think>6</think>\n5\n</think>\nI do not\nknow", None),
-        ("<think>4</think>\n5\n</think>", "5"),
-        ("[THINK]4[/THINK]\n5", "5"),
-        ("<thinking>4</thinking>\n5", "5"),
-        ("\u25c1think\u25b74\u25c1/think\u25b7\n5", "5"),
-        ("<|channel|>analysis<|message|>4<|end|><|start|>assistant<|channel|>final<|message|>\n5", "5"),
-        ("<|channel|>analysis<|message|>4<|end|>", None),
-        ("I think it is\n5", "5"),
-    ],
-)
+@pytest.mark.parametrize(("response", "expected"), [(*row, None)[:2] for row in CASES["thoughts"]])
 def test_thoughts_do_not_answer(style: Style, response: str, expected: str | None) -> None:
     written = re.sub(r"(?<![\w])\d(?!\w)", lambda m: FORMS[style].format(m[0]), response)
     found = find_answer(written, style)
@@ -253,80 +142,19 @@ def test_thoughts_may_begin_in_the_prompt_and_may_count() -> None:
     assert find_answer(f"<think>{long}Answer: 5", "answer_line") is None
 
 
-@pytest.mark.parametrize(
-    ("response", "expected"),
-    [
-        ("Answer:\n$$\n5\n$$", "$$ 5 $$"),
-        ("Answer: $$\nx = 7\n$$\nThat is all.", "$$ x = 7 $$"),
-        ("Answer:\n\\[\n\\frac{1}{2}\n+ 1\n\\]", "\\[ \\frac{1}{2} + 1 \\]"),
-        ("Answer:\n\n\\(5\\) cm", "\\(5\\) cm"),
-        ("Answer: $$5$$ or $$6$$", "$$5$$ or $$6$$"),
-        ("Answer:\n$$5$$\nor\n$$6$$", "$$5$$ or $$6$$"),
-        ("Answer:\n- 5", "5"),
-        ("Answer: - 5", "- 5"),
-        ("Answer:\n-5", "-5"),
-        ("Answer:\n* x = 1\n* x = 4\n", "x = 1, x = 4"),
-        ("Answer:\n1. 5\n2. 6", "5, 6"),
-        ("Answer:\n> 5", "5"),
-        ("**Answer:**\n\n---\n\n**5**", "**5**"),
-        ("Answer: the area is\n\n$$5$$", "$$5$$"),
-        ("Answer:\nSo we get:\n- 5", "5"),
-        ("Answer:\n```\n5\n```", "5"),
-        (
-            "Answer:\n$$\n\\begin{aligned} x &= 2 + 3 \\\\ &= 5 \\end{aligned}\n$$",
-            "$$ x = 2 + 3 = 5 $$",
-        ),
-        ("Answer:\n\\begin{align*}\nx &= 1 \\\\\ny &= 2\n\\end{align*}", "x = 1 , y = 2"),
-        ("Answer: 4\nAnswer:\n$$", "4"),
-        ("Answer:\n$$\n\n", None),
-    ],
-)
+@pytest.mark.parametrize(("response", "expected"), [(*row, None)[:2] for row in CASES["below_its_mark"]])
 def test_an_answer_below_its_mark_is_the_next_expression(response: str, expected: str | None) -> None:
     assert find_answer(response, "answer_line") == find_answer(response, "auto") == expected
 
 
-@pytest.mark.parametrize(
-    ("response_answer", "answer"),
-    [
-        ("\\frac{\\sqrt{2}}{2}", "\\frac{1}{\\sqrt{2}}"),
-        ("x^2+2x+1", "(x+1)^2"),
-        ("2^{10}", "1024"),
-        ("3\\frac{1}{2}", "7/2"),
-        ("\\{3,2,1\\}", "\\{1,2,3\\}"),
-        ("x \\in [1,2]", "[1,2]"),
-        ("1.5 \\times 10^3", "1500"),
-        ("50\\%", "0.5"),
-        ("0.5", "50%"),
-        ("18 eggs", "18"),
-        ("18 \\text{ green eggs}", "18"),
-        ("ab", "ba"),
-    ],
-)
+@pytest.mark.parametrize(("response_answer", "answer"), CASES["equal_by_value"])
 def test_latex_is_compared_by_value(response_answer: str, answer: str) -> None:
     verdict = grade(f"\\boxed{{{response_answer}}}", answer)
     assert verdict.correct
     assert verdict.extracted == response_answer
 
 
-@pytest.mark.parametrize(
-    ("response_answer", "answer"),
-    [
-        ("(1,2)", "(2,1)"),
-        ("[1,2)", "[1,2]"),
-        ("\\frac{\\sqrt{3}}{2}", "\\frac{1}{\\sqrt{2}}"),
-        ("18 or 19", "18"),
-        ("18, 19", "18"),
-        ("18 dozen", "18"),
-        ("18 thousand eggs", "18"),
-        ("50%", "0.5%"),
-        ("50%", "5"),
-        ("the answer is not 18", "18"),
-        ("Tuesday", "Dayuest"),
-        ("no", "yes"),
-        ("B", "A"),
-        ("", "0"),
-    ],
-)
+@pytest.mark.parametrize(("response_answer", "answer"), CASES["other_value"])
 def test_what_is_not_the_same_value(response_answer: str, answer: str) -> None:
     assert not grade(f"\\boxed{{{response_answer}}}", answer).correct
 

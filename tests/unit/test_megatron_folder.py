@@ -4,8 +4,6 @@ Why: what is found wrong here stops a conversion or a resume before anything is 
 not have torch. Not covered: what the files mean to Megatron (tests/integration/test_convert_tools).
 """
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -4,8 +4,6 @@ Why: rank 0 waits for hours for an answer; it must get the sampler's own message
 Not covered: what the messages mean (test_sampler, tests/integration/test_sampler_workers.py).
 """
 
-from __future__ import annotations
-
 import asyncio
 import inspect
 import threading

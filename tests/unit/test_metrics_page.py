@@ -5,8 +5,6 @@ Proved by the strings of the code that make keys, and by the losses of all objec
 compared with the page in tests/integration. Not covered: whether the ranges are good advice.
 """
 
-from __future__ import annotations
-
 import re
 import typing
 

@@ -5,8 +5,6 @@ takes a cluster for a single node starts as many runs as there are nodes. Not co
 (tests/integration/test_slurm.py), launchers that talk to each other (test_launcher_nodes.py).
 """
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import os
@@ -154,9 +152,7 @@ def test_engines_on_two_nodes_each(config_file: Path) -> None:
     assert beside[1].gpus(settings, 0) == list(range(4, 12))
 
 
-def test_an_engine_on_several_nodes_uses_all_that_ranks_leave(
-    config_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_engine_on_several_nodes_uses_all_that_ranks_leave(config_file, tmp_path, monkeypatch) -> None:
     smi = tmp_path / "nvidia-smi"
     smi.write_text("#!/bin/sh\nfor i in 0 1 2 3 4 5 6 7; do echo GPU $i: H100; done\n")
     smi.chmod(0o755)
@@ -210,10 +206,7 @@ def test_colocated_engines_stay_with_the_ranks_of_their_node(config_file: Path) 
             "2 engines of 2 workers per node .* share the GPUs.*3 trainer ranks; .*engine.replicas to 2",
         ),
         (["cluster.engine_nodes=1"], r"cluster.engine_nodes \(1\) conflicts with engine.colocated"),
-        (
-            ["parallel={tensor: 4}"],
-            r"cuda_ipc works within one node only, and the 2 trainer ranks of node 0 hold only a part",
-        ),
+        (["parallel={tensor: 4}"], r"cuda_ipc works within one node only, and the 2 trainer ranks of node 0"),
         (["parallel={pipeline: 2, data: 2}"], r"of node 0 hold only a part .* set it to process_group"),
         (["parallel={tensor: 1, data: 4, expert: 4}"], r"of node 0 hold only a part .*, expert 4\); set it"),
         (["parallel={tensor: 2, data: 2, expert: 2, expert_tensor: 2}"], r"of node 0 hold only a part"),
@@ -276,7 +269,6 @@ def test_nodes_meet_though_strangers_knock(settings: Settings) -> None:
     try:
         assert stat.S_IMODE(file.stat().st_mode) == 0o600
         endpoint = control_channel._read_endpoint(file)
-        assert endpoint is not None
         silent = socket.create_connection((endpoint.address, endpoint.port))  # says nothing, blocks nobody
         guess = dataclasses.replace(endpoint, token="a guess")
         stranger = ControlChannel(1, guess, settings.cluster.silence)
@@ -333,9 +325,7 @@ def test_a_rendezvous_file_that_others_can_read_is_refused(settings: Settings) -
         host.close()
 
 
-def test_a_loopback_address_of_another_machine_is_explained(
-    settings: Settings, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_loopback_address_of_another_machine_is_explained(settings: Settings, monkeypatch) -> None:
     host = RendezvousServer(settings, Nodes(0, 2, "job-x"))
     try:
         monkeypatch.setattr(control_channel, "boot_id", lambda: "another")

@@ -6,8 +6,6 @@ kernel, on GPUs that engines share. Not covered: which group it is that a barrie
 Megatron's own; the runs on fake GPUs (tests/distributed/test_fake_cuda) see both.
 """
 
-from __future__ import annotations
-
 import ast
 from pathlib import Path
 

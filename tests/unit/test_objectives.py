@@ -8,8 +8,6 @@ each bound for both signs. Any finite input gives finite results, and what is no
 here: training through Megatron (tests/distributed), the baselines (test_baselines).
 """
 
-from __future__ import annotations
-
 import math
 from pathlib import Path
 

@@ -4,8 +4,6 @@ Proved on one process, without Megatron: reduction of a micro-batch, the keys, m
 maxima. Not covered here: ranks (tests/distributed).
 """
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import pytest

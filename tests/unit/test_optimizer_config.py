@@ -3,8 +3,6 @@
 Not covered: the optimizers themselves (tests/distributed), and that offloading saves memory on a GPU.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -6,8 +6,6 @@ Sequences of like length share a call, and rotary embeddings are taken once a ro
 Not covered: the numbers in a model (tests/distributed/test_layouts.py), GPUs.
 """
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import pytest

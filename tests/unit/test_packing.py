@@ -5,8 +5,6 @@ rule. The rows that come of it: filling behind sequences only, cut over context 
 Not covered: whether the numbers come out right (tests/distributed).
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 
@@ -19,25 +17,16 @@ from hypothesis import strategies as st
 from rpg_megatron.data.packing import Plan, pack_rows, padded_length, plan_batches
 from rpg_megatron.data.trajectory import Trajectory
 from rpg_megatron.policy.microbatch import make_micro_batch
+from tests.support.trajectories import make_trajectory
 
 CPU = torch.device("cpu")
 
 
 def trajectory(length: int, response: int = 1) -> Trajectory:
     """Tokens 1, 2, 3, ..., the last ``response`` of them sampled."""
-    tokens = np.arange(1, length + 1, dtype=np.int32)
+    tokens = np.arange(1, length + 1)
     ones = np.ones(response, np.float32)
-    return Trajectory(
-        0,
-        0,
-        tokens[:-response],
-        tokens[-response:],
-        ones,
-        np.zeros(response, np.int32),
-        "stop",
-        "",
-        advantage=2.0,
-    )
+    return make_trajectory(tokens[:-response], tokens[-response:], behaviour=ones, advantage=2.0)
 
 
 @given(

@@ -4,8 +4,6 @@ Why: a run that resumes, or is compared with an earlier one, must cut its batche
 later speed-up. Not covered: time (``python -m benchmarks.scale packing``).
 """
 
-from __future__ import annotations
-
 import math
 
 import numpy as np

@@ -4,8 +4,6 @@ Why: an adapter is made elsewhere, and may have any setting or size. PEFT itself
 covered: the sums of adapters and weights (tests/integration/test_convert_lora.py).
 """
 
-from __future__ import annotations
-
 import json
 import os
 import time
@@ -51,9 +49,7 @@ def write_adapter(folder: Path, **changes: Any) -> Path:
         ("qwen3_5", ("q_proj", "in_proj_qkv", "in_proj_a"), True),
     ],
 )
-def test_pefts_own_adapter_comes_back_bit_by_bit(
-    tmp_path: Path, family: str, targets: Any, rslora: bool
-) -> None:
+def test_pefts_own_adapter_comes_back_bit_by_bit(tmp_path, family: str, targets: Any, rslora: bool) -> None:
     from peft import PeftModel
 
     lora = LoraSettings(rank=3, alpha=5, targets=targets, rslora=rslora)

@@ -5,8 +5,6 @@ that they name and sets attributes. Not covered: whole commands (tests/integrati
 indexes (test_fuzz), and what Transformer Engine itself does with extra states (GPUs).
 """
 
-from __future__ import annotations
-
 import argparse
 import hashlib
 import io
@@ -260,9 +258,7 @@ CLAIMS = [
 ]
 
 
-def test_a_tensor_that_claims_what_it_is_not_is_one_message(
-    checkpoint_folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_tensor_that_claims_what_it_is_not_is_one_message(checkpoint_folder: Path, monkeypatch) -> None:
     def locate_in_process(reader: str, files: Any, argument: Any, kind: Any, **_: Any) -> Iterator[Any]:
         """The reader without its process, whose start takes a quarter of a second."""
         assert reader == f"{foreign_reader.__name__}:locate_tensors"

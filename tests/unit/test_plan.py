@@ -4,8 +4,6 @@ Why: users trust a plan because its exact parts are exact. Not covered: how clos
 ranks (tests/distributed/test_plan_memory); what a GPU adds was never measured.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import re
@@ -28,13 +26,11 @@ from rpg_megatron.commands.plan.trainer_memory import (
     RESERVE,
     communicator_bytes,
     rank_memory,
-    state_bytes,
 )
 from rpg_megatron.config import ModelShape, Settings, UserError, load_settings, read_model_shape
 from rpg_megatron.config.policy import ParallelSettings
 from rpg_megatron.data.packing import plan_batches
 
-EXAMPLES = Path(__file__).parents[2] / "examples"
 GIB = 1024**3
 
 LLAMA_8B = {
@@ -47,15 +43,6 @@ LLAMA_8B = {
     "vocab_size": 128256,
     "rms_norm_eps": 1e-5,
     "max_position_embeddings": 8192,
-}
-QWEN2_7B = LLAMA_8B | {
-    "architectures": ["Qwen2ForCausalLM"],
-    "num_hidden_layers": 28,
-    "hidden_size": 3584,
-    "intermediate_size": 18944,
-    "num_attention_heads": 28,
-    "num_key_value_heads": 4,
-    "vocab_size": 152064,
 }
 QWEN3_8B = LLAMA_8B | {
     "architectures": ["Qwen3ForCausalLM"],
@@ -102,8 +89,6 @@ def plan_of(file: Path, gpu: str = "h100-80"):
     ("config", "parameters"),
     [
         (LLAMA_8B, 8_030_261_248),
-        (QWEN2_7B, 7_615_616_512),
-        (QWEN3_8B, 8_190_735_360),
         (QWEN3_06B, 596_049_920),
     ],
 )
@@ -112,11 +97,6 @@ def test_parameters_are_the_published_numbers(write: Callable[..., Path], config
     assert plan.parameters == parameters
     assert plan.engine.weights == 2 * parameters  # vocabularies are multiples of 64 here
     assert worker_parameters(plan.shape, 1) == parameters
-
-
-def test_bytes_per_parameter_are_the_published_numbers() -> None:
-    assert sum(state_bytes("bfloat16")) == 18
-    assert sum(state_bytes("float32")) == 16
 
 
 @pytest.mark.parametrize("tensor", [1, 2])
@@ -297,19 +277,16 @@ def test_the_larger_the_layout_the_smaller_the_rank(write: Callable[..., Path]) 
     def peak(**parallel: object) -> int:
         return plan_of(write(QWEN3_8B, parallel=parallel)).largest.peak
 
+    peaks = [
+        plan_of(write(QWEN3_8B, memory={"recompute": r})).largest.peak for r in ("none", "selective", "full")
+    ]
+    assert peaks == sorted(peaks, reverse=True)
     assert peak() > peak(tensor=2) > peak(tensor=2, sequence=True) > peak(tensor=4, sequence=True)
     assert peak(data=2) < peak()  # the distributed optimizer
     assert peak(context=2) < peak()  # half the tokens, and the distributed optimizer
     no_recompute = {"memory": {"recompute": "none"}}
     longer = plan_of(write(QWEN3_8B, training={"tokens_per_microbatch": 16384}, **no_recompute))
     assert longer.largest.peak > plan_of(write(QWEN3_8B, **no_recompute)).largest.peak
-
-
-def test_recomputed_activations_are_smaller(write: Callable[..., Path]) -> None:
-    plan = plan_of(write(QWEN3_8B))
-    assert plan.activations["none"] > plan.activations["selective"] > plan.activations["full"]
-    peaks = [plan_of(write(QWEN3_8B, memory={"recompute": r})).largest.peak for r in plan.activations]
-    assert peaks == sorted(peaks, reverse=True)
 
 
 def test_what_does_not_fit_is_told_with_what_would(write: Callable[..., Path], capsys) -> None:
@@ -327,7 +304,6 @@ def test_what_does_not_fit_is_told_with_what_would(write: Callable[..., Path], c
     assert "fits" in capsys.readouterr().out
     plan = make_plan(load_settings(file), "80GiB")
     best = smallest(plan)
-    assert best is not None
     fewer = best.settings.parallel.world // 2
     plans = sweep(plan, fewer)
     assert plans
@@ -362,24 +338,14 @@ def test_sweep_lists_all_layouts_best_first(write, capsys) -> None:
     assert False in fits
 
 
-def test_a_layout_that_does_not_fit_the_model_is_one_message(write: Callable[..., Path]) -> None:
-    with pytest.raises(UserError, match="tensor=3 does not divide the model's 32 attention heads"):
-        plan_of(write(QWEN3_8B, parallel={"tensor": 3}))
-
-
 @pytest.mark.parametrize(("name", "size"), [("80GiB", 80 * GIB), ("96e9", 96 * 10**9), ("H200-141", None)])
 def test_cards(name: str, size: int | None) -> None:
     assert gpu_bytes(name) == (size or 143771 * 1024**2)
-
-
-def test_an_unknown_card_is_one_message() -> None:
     with pytest.raises(UserError, match="did you mean h100-80"):
         gpu_bytes("h100")
 
 
-def test_tables_fit_80_columns_and_do_not_wrap_in_a_pipe(
-    write: Callable[..., Path],
-) -> None:
+def test_tables_fit_80_columns_and_do_not_wrap_in_a_pipe(write: Callable[..., Path]) -> None:
     file = write(QWEN3_8B, parallel={"tensor": 4, "sequence": True})
     # As on a login node: no torch, no vLLM, no Megatron.
     code = (
@@ -409,14 +375,6 @@ def test_tables_fit_80_columns_and_do_not_wrap_in_a_pipe(
     # Without a width a row is one line, so that grep and a log show it whole.
     facts = ("fits,", "", "model", "policy", "layers", "engines", "GPUs", "step", "update")
     assert [line.partition(" ")[0] for line in printed[""][: len(facts)]] == list(facts)
-
-
-def test_the_quickstart_fits_this_machine(capsys) -> None:
-    with pytest.raises(SystemExit) as exit_info:
-        cli.main(["plan", str(EXAMPLES / "quickstart.yaml")])
-    out = capsys.readouterr().out
-    assert exit_info.value.code == 0
-    assert re.search(r"all processes +\d", out)
 
 
 def test_shared_memory_counts_where_the_weights_are_copied(tmp_path: Path, write) -> None:
@@ -491,9 +449,7 @@ def test_buffers_of_a_communicator(ranks: int, here: int, use: dict[str, Any], m
     assert communicator_bytes(ranks, here, **use) == mib * 1024**2
 
 
-def test_a_rank_holds_its_share_of_experts_and_their_state(
-    write: Callable[..., Path],
-) -> None:
+def test_a_rank_holds_its_share_of_experts_and_their_state(write: Callable[..., Path]) -> None:
     """EP 8 on 16 ranks: two ranks hold the same experts, sixteen the rest."""
     plan = plan_of(write(QWEN3_30B_A3B, parallel={"data": 16, "expert": 8}))
     assert plan.parameters == 30_532_122_624  # as published
@@ -534,8 +490,3 @@ def test_sweep_tries_expert_parallel_sizes(write: Callable[..., Path]) -> None:
     assert sizes == {1, 2, 4, 8}
     assert plans[0].fits
     assert "parallel.expert=8" in plans[0].overrides
-
-
-def test_an_impossible_layout_of_experts_is_refused(write: Callable[..., Path]) -> None:
-    with pytest.raises(UserError, match=r"parallel: expert=3 does not divide the model's 128 experts"):
-        plan_of(write(QWEN3_30B_A3B, parallel={"data": 3, "expert": 3}))

@@ -5,8 +5,6 @@ were read correctly (docs/evidence/plan.md names the places); Megatron's own lay
 (tests/distributed/test_plan_memory).
 """
 
-from __future__ import annotations
-
 import importlib.util
 from itertools import product
 from pathlib import Path

@@ -6,8 +6,6 @@ on a clock that jumps to the next event; the engines stand in for vLLM's: they h
 each token takes the same time. Not covered: the speed of real engines, which changes with their batch.
 """
 
-from __future__ import annotations
-
 import asyncio
 import math
 import random

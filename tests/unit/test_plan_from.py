@@ -4,8 +4,6 @@ Why: figures of a run that stand under settings they do not fit mislead more tha
 are made with given times. Not covered: whether the next run takes as long.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path

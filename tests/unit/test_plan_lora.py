@@ -5,8 +5,6 @@ or trained ones as frozen, sends a user to the wrong number of them. Measurement
 tests/distributed/test_plan_memory. Not covered: anything on a GPU.
 """
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

@@ -4,8 +4,6 @@ Why: a job request needs the number of GPUs, and a layout that fits by half a Gi
 were never measured does not fit. Not covered: what libraries take of a node's memory.
 """
 
-from __future__ import annotations
-
 import json
 import re
 import tracemalloc
@@ -32,6 +30,7 @@ from rpg_megatron.commands.plan.trainer_memory import TOKEN, TRAJECTORY
 from rpg_megatron.config import load_settings, read_model_shape
 from rpg_megatron.data.trajectory import Trajectory
 from tests.support.recipes import SEPARATE_8B, SEPARATE_30B
+from tests.support.trajectories import make_trajectory
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 QWEN3_8B = EXAMPLES / "qwen3_8b_dapo_math_8k.yaml"
@@ -155,7 +154,6 @@ def test_less_recomputation_that_fits_is_told(capsys) -> None:
     plan = plan_of()
     assert plan.settings.memory.recompute is None  # so all of a layer, at 18,432 tokens
     less = lighter(plan)
-    assert less is not None
     assert less.settings.memory.recompute == "selective"
     none = plan_of("memory.recompute=none")
     assert none.left < ROOM  # which is why it is not that
@@ -166,7 +164,6 @@ def test_less_recomputation_that_fits_is_told(capsys) -> None:
     small = less.need + GIB  # it would fit, and leave too little
     assert lighter(make_plan(plan.settings, str(small))) is None
     most = lighter(make_plan(plan.settings, "h200-141"))
-    assert most is not None
     assert most.settings.memory.recompute == "none"
 
 
@@ -201,31 +198,12 @@ def test_trajectories_take_what_is_planned() -> None:
     number, prompt, response = 300, 100, 800
 
     def make(i: int) -> Trajectory:
-        def ints(n: int) -> np.ndarray:
-            return np.zeros(n, np.int32)
-
-        def floats(n: int) -> np.ndarray:
-            return np.zeros(n, np.float32)
-
-        return Trajectory(
-            prompt_id=10**6 + i,
-            sample=i,
-            prompt=ints(prompt),
-            response=ints(response),
-            behaviour=floats(response),
-            versions=ints(response),
-            finish="stop",
-            text="x" * 4 * response,
-            reward=float(i),
-            parts={"correctness": float(i), "overlong": 0.0, "format": 0.0},
-            answer=str(i),
-            extracted=str(i),
-            old=floats(response),
-            anchor=floats(response),
-            group=10**6 + i,
-            advantage=float(i),
-            seed=10**6 + i,
-        )
+        numbers = {"prompt_id": 10**6 + i, "sample": i, "group": 10**6 + i, "seed": 10**6 + i}
+        numbers |= {"reward": float(i), "advantage": float(i)}
+        logps = {name: np.zeros(response, np.float32) for name in ("old", "anchor")}
+        texts = {"text": "x" * 4 * response, "answer": str(i), "extracted": str(i)}
+        parts = {"correctness": float(i), "overlong": 0.0, "format": 0.0}
+        return make_trajectory(prompt, response, parts=parts, **numbers, **logps, **texts)
 
     tracemalloc.start()
     before = tracemalloc.get_traced_memory()[0]

@@ -4,8 +4,6 @@ Why: a change to a formula or to a default must show what it does to the only st
 has published with lengths, layout and seconds. Not covered: phases, which the page does not have, and memory.
 """
 
-from __future__ import annotations
-
 import re
 
 import pytest

@@ -5,8 +5,6 @@ a job is warned. The walk here knows no averages: it has a clock, a trainer and 
 the jobs of a cluster behave so; nothing was timed.
 """
 
-from __future__ import annotations
-
 import json
 import random
 from dataclasses import replace
@@ -143,7 +141,6 @@ def test_what_never_ends_has_no_cost() -> None:
     assert run_cost(step, 10, replace(JOB, walltime=900), every=5, gpus=8) is None
     assert run_cost(step, 10, JOB, every=None, gpus=8) is None  # a second job would start over
     one = run_cost(step, 3, JOB, every=None, gpus=8)
-    assert one is not None
     assert (one.jobs, one.seconds) == (1, 300 + 3 * 4000)
 
 
@@ -197,9 +194,7 @@ def test_the_lines_in_the_documentation_are_plans() -> None:
     assert " ".join(cost_lines(plan, step, JOB)) in page
 
 
-def test_a_dry_run_says_the_cost_where_there_is_one(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_a_dry_run_says_the_cost_where_there_is_one(capsys, monkeypatch, tmp_path) -> None:
     monkeypatch.setattr(train, "check_start", lambda run: None)  # there are no GPUs here
     settings = load_settings(EXAMPLES / QWEN3_4B, [*SEPARATE, f"runs={tmp_path}"])
     train.dry_run(settings, Nodes(0, 1))

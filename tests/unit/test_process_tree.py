@@ -4,8 +4,6 @@ Why: the limit of a sandbox is on this sum, and what it leaves out is free to ta
 kind; test_sandbox_attacks has what a sandbox does about it. Not covered: tables of pages, swap.
 """
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys
@@ -57,8 +55,6 @@ def test_each_kind_of_memory_is_seen(kind: str) -> None:
         [sys.executable, "-c", code], stdin=pipe, stdout=pipe, start_new_session=True
     ) as child:
         try:
-            assert child.stdin is not None
-            assert child.stdout is not None
             time.sleep(0.3)
             mine = [pid for pid in descendants() if os.getsid(pid) == child.pid]
             before = memory.look(mine)

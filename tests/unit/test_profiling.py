@@ -4,8 +4,6 @@ Why: a trace is requested once in a run of days; it must then exist and be compl
 Not covered: what is recorded of a GPU, NVTX (tests/gpu).
 """
 
-from __future__ import annotations
-
 import gzip
 import json
 from pathlib import Path

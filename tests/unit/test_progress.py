@@ -4,8 +4,6 @@ Why: users watch the line of a step for days; it must not be cut off, wrong or s
 covered: a launcher that shows it (tests/integration/test_launcher.py).
 """
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path

@@ -123,9 +123,7 @@ def test_no_problems_no_file_no_place_in_the_template(tmp_path: Path) -> None:
         read_problems(data(tmp_path, line(), template="Solve it."))
 
 
-def test_a_missing_chat_template_is_found_before_anything_starts(
-    config_file: Path, checkpoint: Path, tmp_path: Path
-) -> None:
+def test_a_missing_chat_template_is_found_before_anything_starts(config_file, checkpoint, tmp_path) -> None:
     model = shutil.copytree(checkpoint, tmp_path / "plain")
     for name in ("chat_template.jinja", "tokenizer_config.json"):
         (model / name).unlink(missing_ok=True)
@@ -138,9 +136,7 @@ def test_a_missing_chat_template_is_found_before_anything_starts(
 
 
 @pytest.mark.parametrize(("seconds", "message"), [(0.3, "reading the data\n"), (0.0, "")])
-def test_a_long_read_is_reported(
-    config_file: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], seconds, message
-) -> None:
+def test_a_long_read_is_reported(config_file, monkeypatch, capsys, seconds, message) -> None:
     monkeypatch.setattr(checks, "_SILENT_SECONDS", 0.1 if seconds else 60.0)
     monkeypatch.setattr(checks, "check_data", lambda *_, **__: time.sleep(seconds) or [])
     checks.check_start(checks.CheckedRun(load_settings(config_file)))

@@ -5,8 +5,6 @@ that wait for the matrix products that they should overlap with. Or other users 
 covered: that it is fast (GPUs).
 """
 
-from __future__ import annotations
-
 import os
 import sys
 from pathlib import Path
@@ -77,9 +75,7 @@ def test_engines_and_ranks_share_the_cores_of_a_cpu(environments, config_file: P
         assert {e["OMP_NUM_THREADS"] for e in environments(*settings)} == {str(rank)}
 
 
-def test_the_ranks_of_each_of_two_nodes_take_its_gpus_in_turn(
-    environments, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_ranks_of_each_of_two_nodes_take_its_gpus_in_turn(environments, monkeypatch) -> None:
     devices: list[int] = []
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "set_device", devices.append)
@@ -153,9 +149,7 @@ def test_ranks_of_several_nodes_meet_at_one_address_only(monkeypatch: pytest.Mon
     del store
 
 
-def test_the_workers_of_an_engine_on_several_nodes_meet_at_one_address_only(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_the_workers_of_an_engine_on_several_nodes_meet_at_one_address_only(monkeypatch) -> None:
     """Torch's own rendezvous, which vLLM takes there."""
     monkeypatch.setattr(sys.modules["torch.distributed.rendezvous"], "TCPStore", None)  # restored at the end
     bind_stores()
@@ -166,9 +160,7 @@ def test_the_workers_of_an_engine_on_several_nodes_meet_at_one_address_only(
     del store
 
 
-def test_the_measurement_of_the_network_listens_at_one_address_only(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_the_measurement_of_the_network_listens_at_one_address_only(monkeypatch) -> None:
     (port,), listening = free_ports("127.0.0.1", 1), []
 
     def look(*_: object, **__: object) -> None:
@@ -182,9 +174,7 @@ def test_the_measurement_of_the_network_listens_at_one_address_only(
     assert [address.ip for address in listening if address.port == port] == ["127.0.0.1"]
 
 
-def test_every_rank_has_the_token_from_its_environment_alone(
-    config_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_every_rank_has_the_token_from_its_environment_alone(config_file, tmp_path, monkeypatch) -> None:
     """Neither on a command line, which all users can read, nor over gloo, which has no authentication."""
     settings = load_settings(config_file, ["parallel.tensor=2"])
     spec = NodeSpec(settings, Path("run"), "0123abc", NodeAssignment(range(2), range(0)))
@@ -228,9 +218,7 @@ def test_ranks_that_cut_layers_have_one_queue_engines_have_all(
         assert CONNECTIONS not in engine_environment(settings, 0, tmp_path, "secret")
 
 
-def test_the_links_store_is_a_private_folder_on_one_node(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_links_store_is_a_private_folder_on_one_node(tmp_path, monkeypatch) -> None:
     stores: list[tuple[str, Path | None]] = []
     monkeypatch.setattr(
         process_group_publisher,

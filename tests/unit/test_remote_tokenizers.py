@@ -5,8 +5,6 @@ tokens. The page's own lines convert a small tiktoken tokenizer with Kimi's expr
 as Moonshot's. Not covered: Moonshot's files.
 """
 
-from __future__ import annotations
-
 import base64
 import json
 import os

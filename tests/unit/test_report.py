@@ -5,8 +5,6 @@ on a broken folder nor call a faulty run healthy. Folders are written by trainin
 how a browser shows the page (tests/integration/test_report_browser).
 """
 
-from __future__ import annotations
-
 import dataclasses
 import hashlib
 import html
@@ -249,7 +247,6 @@ def test_a_page_has_nothing_of_files_to_which_a_run_only_links(run: Path, tmp_pa
 def test_a_run_that_is_held_is_running(tmp_path: Path) -> None:
     folder = rows_of(tmp_path / "run", [{"step": 3}])
     lock = hold_folder(folder)
-    assert lock is not None
     assert read_run(folder).running
     assert verdicts(folder)["end"] == "good"
     lock.close()
@@ -332,9 +329,7 @@ def test_a_good_run_is_called_good(run: Path) -> None:
         ([1.0, 0.5, 1.2], "down"),
     ],
 )
-def test_a_fine_tuning_is_judged_by_its_held_out_loss(
-    tmp_path: Path, losses: list[float], verdict: str
-) -> None:
+def test_a_fine_tuning_is_judged_by_its_held_out_loss(tmp_path, losses: list[float], verdict: str) -> None:
     rows = [{"step": step, "sft/heldout_loss": loss, "policy/loss": 1.0} for step, loss in enumerate(losses)]
     rows[0]["eval/e/avg@1"] = rows[-1]["eval/e/avg@1"] = 0.5
     loss, accuracy = find_changes(read_run(rows_of(tmp_path / "run", rows)), {})
@@ -417,40 +412,20 @@ def test_a_vanished_signal_is_no_spike_of_the_gradient(tmp_path: Path) -> None:
     assert verdicts(batch)["signal"] == "good"
 
 
+MISMATCH = {"mismatch/logp_mean": 1e-3, "mismatch/logp_max": 1.0}
+ENGINE = {"mismatch/logp_engine_mean": 0.02, "mismatch/logp_engine_ratio": 20.0}
+QUIET_ENGINE = {"mismatch/logp_engine_mean": 1e-3, "mismatch/logp_engine_ratio": 1.1}
+
+
 @pytest.mark.parametrize(
     ("name", "verdict", "change"),
     [
-        (
-            "mismatch",
-            "bad",
-            lambda s: {"mismatch/logp_mean": 0.06 if s == 30 else 1e-3, "mismatch/logp_max": 1.0},
-        ),
-        (
-            "mismatch",
-            "bad",
-            lambda s: {
-                "mismatch/logp_mean": 1e-3,
-                "mismatch/logp_max": 1.0,
-                "mismatch/logp_engine_mean": 0.06 if s == 30 else 1e-3,
-            },
-        ),
-        (
-            "mismatch",
-            "bad",
-            lambda s: {
-                "mismatch/logp_mean": 1e-3,
-                "mismatch/logp_max": 1.0,
-                "mismatch/logp_engine_mean": 0.02 if s == 30 else 1e-3,
-                "mismatch/logp_engine_ratio": 20.0 if s == 30 else 1.1,
-            },
-        ),
+        ("mismatch", "bad", lambda s: MISMATCH | {"mismatch/logp_mean": 0.06 if s == 30 else 1e-3}),
+        ("mismatch", "bad", lambda s: MISMATCH | {"mismatch/logp_engine_mean": 0.06 if s == 30 else 1e-3}),
+        ("mismatch", "bad", lambda s: MISMATCH | (ENGINE if s == 30 else QUIET_ENGINE)),
         ("mismatch", "good", lambda s: {"mismatch/logp_mean": 0.04, "mismatch/logp_max": 3.0}),
         ("rewards", "bad", lambda s: {"reward/failed_frac": 0.5 if s == 30 else 0.0}),
-        (
-            "rewards",
-            "bad",
-            lambda s: {"reward/failed_frac": 0.0, "eval/a/failed_frac": 1.0 if s == 30 else 0.0},
-        ),
+        ("rewards", "bad", lambda s: {"reward/failed_frac": 0.0, "eval/a/failed_frac": float(s == 30)}),
         ("rewards", "warn", lambda s: {"reward/failed_frac": 0.01}),
         ("tools", "good", lambda s: {"env/t_calls": 2.0, "env/t_errors": 1.0, "env/t_raised": 0.0}),
         ("tools", "warn", lambda s: {"env/t_calls": 2.0, "env/t_errors": 1.0, "env/t_raised": 0.5}),
@@ -519,9 +494,7 @@ def test_the_mismatch_has_the_guards_bounds(tmp_path: Path) -> None:
         ("precision: {dtype: float32}\nguards: {of_an_older: version, mismatch_max: -1}\n", "bad"),
     ):
         assert verdicts(rows_of(tmp_path / "run", [row], config))["mismatch"] == verdict, config
-    row = {"step": 1, "mismatch/logp_mean": 1e-3, "mismatch/logp_max": 1.0}
-    row |= {"mismatch/logp_engine_mean": 0.02, "mismatch/logp_engine_ratio": 20.0}
-    assert verdicts(rows_of(tmp_path / "ratio", [row], ""))["mismatch"] == "bad"
+    assert verdicts(rows_of(tmp_path / "ratio", [{"step": 1} | MISMATCH | ENGINE], ""))["mismatch"] == "bad"
 
 
 # -- responses -----------------------------------------------------------------------------------------------
@@ -696,7 +669,6 @@ def test_the_last_steps_of_the_timeline(tmp_path: Path) -> None:
     with (folder / "timeline.jsonl").open("ab") as file:
         file.write(b'{"phase": "update"}\n[1]\n{"time": NaN, "running": [1]}\n\xff\n{"phase": "coll')
     timeline = last_steps(read_run(folder))
-    assert timeline is not None
     assert (timeline["steps"], timeline["seconds"]) == ([3, 4, 5, 6, 7, 8], 240)
     assert timeline["phases"][:5] == [
         ["collect", 3, 0, 18],
@@ -712,7 +684,6 @@ def test_the_last_steps_of_the_timeline(tmp_path: Path) -> None:
 
     write_timeline(folder, range(5, 7), engines=2, begin=end + 9000)  # resumed: without the time between
     resumed = last_steps(read_run(folder))
-    assert resumed is not None
     assert (resumed["steps"], resumed["seconds"]) == ([5, 6], 80)
     assert page_data(write_report([folder]))["runs"][0]["timeline"]["steps"] == [5, 6]
 
@@ -725,7 +696,6 @@ def test_many_engines_are_summed_and_a_rotated_file_is_read(tmp_path: Path) -> N
     (folder / "timeline_earlier.jsonl").write_bytes(data[:middle])
     (folder / "timeline.jsonl").write_bytes(data[middle:])
     timeline = last_steps(read_run(folder))
-    assert timeline is not None
     assert timeline["steps"] == list(range(35, 41))
     assert {lane["name"]: lane["values"][0] for lane in timeline["lanes"]} == {
         "engines busy": 64,
@@ -775,9 +745,7 @@ def test_code_of_the_user_that_has_changed_is_told(tmp_path: Path, monkeypatch: 
     assert [list(start["own_code"]) for start in starts] == [["my_losses.py", "my_reward.py"]] * 6
 
 
-def test_a_broken_report_does_not_fail_the_run(
-    run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_broken_report_does_not_fail_the_run(run: Path, monkeypatch, capsys) -> None:
     def broken(*_: object, **options: object) -> None:
         raise MemoryError("full")
 

@@ -5,8 +5,6 @@ statistics are checked against published tables, and against integrals and sampl
 own formulas. Not covered: curves and bands, which the page computes (tests/integration/test_report_browser).
 """
 
-from __future__ import annotations
-
 import json
 import math
 from itertools import pairwise
@@ -163,14 +161,11 @@ def test_intervals_hold_the_truth_as_often_as_they_say() -> None:
         b = dict(zip("0123", (shared[:4] + 0.3 * rng.normal(size=4)).tolist(), strict=True))
         c = dict(zip("45678", (3 * shared).tolist(), strict=True))
         mean = estimate([*a.values()])
-        assert mean is not None
         assert mean.margin is not None
         held["mean"] += abs(mean.mean - 0.7) < mean.margin
         for kind, other in (("paired", b), ("welch", c)):
             few = dict(zip("012", (0.7 + 0.5 * rng.normal(size=3)).tolist(), strict=True))
             found = compare(a if kind == "paired" else few, other)
-            assert found is not None
-            assert found.interval is not None
             assert found.paired == (kind == "paired")
             held[kind] += found.interval.low < 0.7 < found.interval.high
     for kind, count in held.items():
@@ -181,15 +176,12 @@ def test_pairs_take_out_what_seeds_share() -> None:
     a, b = {"0": 0.30, "1": 0.50, "2": 0.71}, {"0": 0.24, "1": 0.45, "2": 0.64}
     paired = compare(a, b)
     welch = compare(a, {"3": 0.24, "1": 0.45, "2": 0.64})
-    assert paired is not None
-    assert welch is not None
     assert paired.value == pytest.approx(0.06)
     assert (paired.paired, paired.verdict) == (True, "higher")
     half = 4.302653 * 0.01 / 3**0.5
     assert paired.interval == pytest.approx((0.06 - half, 0.06 + half))
     assert (welch.value, welch.paired, welch.verdict) == (pytest.approx(0.06), False, "unclear")
     reverse = compare(b, a)
-    assert reverse is not None
     assert reverse.verdict == "lower"
 
 
@@ -198,8 +190,6 @@ def test_welchs_interval_by_hand() -> None:
     a = {str(i): v for i, v in enumerate((10 - 3**0.5, 10 - 3**0.5, 10 + 3**0.5, 10 + 3**0.5))}
     b = {"0": 7 - 0.5**0.5, "1": 7 + 0.5**0.5}
     found = compare(a, b)
-    assert found is not None
-    assert found.interval is not None
     assert found.interval.margin == pytest.approx(t_quantile(2.25 / (1 / 3 + 0.25)) * 1.5**0.5)
     assert found.interval == pytest.approx((3 - 2.8176 * 1.5**0.5, 3 + 2.8176 * 1.5**0.5), abs=1e-3)
 
@@ -215,7 +205,6 @@ def test_welchs_interval_by_hand() -> None:
 )
 def test_without_a_spread_of_seeds_there_is_no_interval(a: dict[str, float], b: dict[str, float]) -> None:
     found = compare(a, b)
-    assert found is not None
     assert found.value > 0
     assert (found.interval, found.verdict) == (None, "unknown")
     assert compare(a, {}) is None

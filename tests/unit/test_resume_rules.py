@@ -4,8 +4,6 @@ Why: continuing the wrong run, or with another learning rate, wastes days of wor
 made by hand here; their contents are real in tests/integration and tests/distributed.
 """
 
-from __future__ import annotations
-
 import errno
 import json
 import os
@@ -81,7 +79,6 @@ def test_only_the_owner_can_lock_a_run(tmp_path: Path) -> None:
     run.close()
     lock.chmod(0o644)  # by an earlier version
     handle = hold_folder(run.folder)
-    assert handle is not None
     handle.close()
     assert lock.stat().st_mode & 0o777 == 0o600
 
@@ -116,9 +113,7 @@ def test_the_newest_whole_checkpoint_is_continued(tmp_path: Path, killed: Path) 
     assert rollouts == ["part_00001_of_00002.parquet", "step_000004.jsonl", "step_000004.parquet"]
 
 
-def test_a_run_that_is_at_work_is_not_started_twice(
-    tmp_path: Path, killed: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_that_is_at_work_is_not_started_twice(tmp_path, killed: Path, monkeypatch) -> None:
     monkeypatch.setattr(resume, "_CHECK_SECONDS", 0.1)
     run = open_run(make_settings(tmp_path))
     assert run.folder == killed
@@ -454,9 +449,7 @@ def test_a_row_that_is_written_again_is_removed(tmp_path: Path, killed: Path) ->
 
 
 @pytest.mark.parametrize("harm", ["no manifest", "no files", "not all files"])
-def test_a_newer_checkpoint_that_is_not_whole_is_named_and_kept(
-    tmp_path: Path, killed: Path, harm: str
-) -> None:
+def test_a_newer_checkpoint_that_is_not_whole_is_named_and_kept(tmp_path, killed: Path, harm: str) -> None:
     manifest = step_folder(killed, 4) / "manifest.json"
     listed = json.loads(manifest.read_text())
     manifest.unlink()
@@ -503,9 +496,7 @@ def test_what_does_not_affect_the_training_may_change(tmp_path: Path, killed: Pa
     assert run.checkpoint == step_folder(killed, 4)
 
 
-def test_the_rest_of_a_killed_removal_is_removed_later(
-    tmp_path: Path, killed: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_rest_of_a_killed_removal_is_removed_later(tmp_path, killed: Path, monkeypatch) -> None:
     with monkeypatch.context() as patch:
         patch.setattr(shutil, "rmtree", lambda *_, **options: None)  # killed before it
         remove_old(killed, keep=1, milestone=None)
@@ -515,9 +506,7 @@ def test_the_rest_of_a_killed_removal_is_removed_later(
     assert sorted(f.name for f in (killed / "checkpoints").iterdir()) == ["latest.json", "step_000004"]
 
 
-def test_a_read_only_folder_is_one_message(
-    tmp_path: Path, killed: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_read_only_folder_is_one_message(tmp_path, killed: Path, monkeypatch) -> None:
     def fail(folder: Path, seconds: float = 0.0) -> None:
         raise OSError(errno.EROFS, os.strerror(errno.EROFS), str(folder / ".lock"))
 

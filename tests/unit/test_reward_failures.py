@@ -6,8 +6,6 @@ judge; then before a run, as train, doctor and plan do. Not covered: the order o
 (tests/integration), dynamic sampling and evaluations with failures (test_sampler).
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 import socket

@@ -5,8 +5,6 @@ Not covered here: that vLLM returns them (tests/integration/test_router_replay_r
 them (tests/distributed/test_router_replay.py), segments of a response (test_sampler_ahead).
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -39,6 +37,7 @@ from rpg_megatron.system.encoding import decode, encode
 from rpg_megatron.training import batch_scoring
 from rpg_megatron.training.rollout_saver import keeps_routes
 from tests.support.tiny_models import TINY, TINY_MOE
+from tests.support.trajectories import make_trajectory
 
 EXPERTS = ExpertShape(300, 3, 64, True, (1, 3))
 REPLAY = "training.router_replay=rollout"
@@ -48,17 +47,8 @@ def trajectory(prompt: int, response: int, experts: ExpertShape = EXPERTS) -> Tr
     random = np.random.default_rng((prompt, response))
     size = prompt + response - 1, len(experts.layers), experts.count
     routes = random.random(size).argsort(-1)[..., : experts.per_token]
-    return Trajectory(
-        prompt_id=prompt,
-        sample=0,
-        prompt=np.arange(prompt, dtype=np.int32),
-        response=np.arange(response, dtype=np.int32),
-        behaviour=np.zeros(response, np.float32),
-        versions=np.zeros(response, np.int32),
-        finish="stop",
-        text="",
-        routes=routes.astype(np.int16 if experts.count > 256 else np.uint8),
-    )
+    routes = routes.astype(np.int16 if experts.count > 256 else np.uint8)
+    return make_trajectory(prompt, response, prompt_id=prompt, routes=routes)
 
 
 def returned(tokens: int, experts: ExpertShape = EXPERTS) -> np.ndarray:
@@ -149,7 +139,6 @@ def test_slices_of_context_ranks(context: int, align: int) -> None:
             batch, torch.device("cpu"), align=align, context=context, context_rank=rank, experts=EXPERTS
         )
         routes = micro.packed.routes
-        assert routes is not None
         experts = routes.experts.numpy().swapaxes(0, 1)  # [positions of this rank, layers, experts]
         assert len(experts) == micro.size // context
         assert (np.diff(np.sort(experts, -1)) > 0).all()  # on padding too
@@ -214,29 +203,6 @@ def test_engines_return_routes(config_file: Path, tmp_path: Path) -> None:
     plain, replay = load_settings(config_file), load_settings(config_file, [REPLAY])
     flag = "--enable-return-routed-experts"
     assert [flag in engine_command(s, 0, tmp_path / "e") for s in (plain, replay)] == [False, True]
-
-
-@pytest.mark.parametrize(
-    ("overrides", "message"),
-    [
-        (
-            [REPLAY, "parallel.pipeline=2", "memory.recompute=selective"],
-            "memory.recompute selective excludes training.router_replay with parallel.pipeline",
-        ),
-        (
-            [REPLAY, "parallel.pipeline=2", "training.tokens_per_microbatch=8000"],
-            "selective, chosen for micro-batches of this size, excludes training.router_replay",
-        ),
-        ([REPLAY, "engine.arguments=[-pp, '2']"], "-pp excludes .* no routes from pipeline stages"),
-        ([REPLAY, "engine.arguments=['--kv-transfer-config={}']"], "no routes with a KV connector"),
-        (["rollout.journal_routes=2"], "no effect unless training.router_replay is set"),
-        ([REPLAY, "rollout.journal_routes=[0]"], r"journal_routes\[0\]: must be greater than or equal to 1"),
-        ([REPLAY, "rollout.journal_routes=-1"], "journal_routes: must be greater than or equal to 0"),
-    ],
-)
-def test_what_excludes_replay(config_file: Path, overrides: list[str], message: str) -> None:
-    with pytest.raises(UserError, match=message):
-        load_settings(config_file, overrides)
 
 
 def test_replay_with_sampling_ahead_is_advised_against(config_file: Path) -> None:

@@ -5,8 +5,6 @@ who looked at it. Each command is started as a user starts it. Not covered: mode
 and configs that the user names (they are the user's choice).
 """
 
-from __future__ import annotations
-
 import os
 import shutil
 from collections.abc import Sequence

@@ -5,8 +5,6 @@ of each token, at both levels, for the tokens that an update learns from. On sev
 tests/distributed/test_probes.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 
@@ -20,24 +18,15 @@ from rpg_megatron.data.trajectory import NOT_SAMPLED, Trajectory
 from rpg_megatron.objectives import rollout_correction
 from rpg_megatron.training.mismatch import compare_probes, describe_mismatch, find_worst, out_of_bounds
 from rpg_megatron.training.off_policy import correction_by_lag, off_policy_metrics
+from tests.support.trajectories import make_trajectory
 
 VERSION = 7
 
 
 def trajectory(gap: list[float], versions: list[int], **fields: Any) -> Trajectory:
     old = np.linspace(-3, -0.1, len(gap)).astype(np.float32)
-    return Trajectory(
-        prompt_id=4,
-        sample=0,
-        prompt=np.array([5], np.int32),
-        response=np.arange(len(gap), dtype=np.int32),
-        behaviour=old - np.array(gap, np.float32),
-        versions=np.array(versions, np.int32),
-        finish="stop",
-        text="",
-        old=old,
-        **fields,
-    )
+    fields |= {"behaviour": old - np.array(gap, np.float32), "versions": np.array(versions, np.int32)}
+    return make_trajectory([5], len(gap), prompt_id=4, old=old, **fields)
 
 
 def probe(engine: int, gap: float, tokens: int = 16, version: int = VERSION) -> Trajectory:

@@ -116,14 +116,12 @@ def test_restricted_sampling_applies_to_rollouts_not_probes(config_file: Path) -
             sampler._pool.on_synced(engine, 4)
         batch = await sampler.rollout(5, 4)
         assert isinstance(batch, RolloutBatch)
-        assert batch.probes is not None
         probes = await sampler.worker.fetch(batch.probes.ticket.tolist(), batch.probes.sample.tolist())
         assert all((t.versions == 4).all() and len(t.behaviour) == len(t.response) for t in probes)
         sampler.close()
         return batch, fakes
 
     batch, fakes = asyncio.run(run())
-    assert batch.probes is not None
     assert batch.probes.group.tolist() == [0] * 17 + [1] * 17  # one repeats a prompt of version 3
     requests = [request for fake in fakes for request in fake.requests]
     sampling = [(r["top_p"], r["top_k"], r["max_tokens"] == 8) for r in requests]
@@ -280,9 +278,7 @@ def test_a_step_that_cannot_be_filled_ends_with_its_counts(
 
 
 @pytest.mark.usefixtures("rewards")
-def test_failures_of_the_reward_are_counted_by_set(
-    settings: Settings, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_failures_of_the_reward_are_counted_by_set(settings: Settings, caplog) -> None:
     async def both() -> tuple[RolloutBatch, EvaluatedSets]:
         sampler = LocalSampler(failing, engines(1))
         try:
@@ -467,7 +463,6 @@ def test_each_held_out_set_is_sampled_as_it_asks(config_file: Path) -> None:
     }
     assert sampling == {(0.6, 0.9, 30), (0.0, 1.0, 7)}
     row = score_sets(results)
-    assert settings.evaluation is not None
     assert set(settings.evaluation.metric_names()) == set(row)
     assert {"eval/a/avg@5", "eval/a/pass@4", "eval/b/avg@1", "eval/c/maj@2"} <= set(row)
     summary: dict[str, Any] = {}

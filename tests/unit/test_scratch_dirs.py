@@ -5,8 +5,6 @@ folder of another user that looked like one of ours, with a list of files to rem
 Not covered: the processes that put files there (tests/integration/test_launcher).
 """
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess
@@ -66,9 +64,7 @@ def test_folders_of_dead_runs_go_and_those_of_living_ones_stay(shared: Path) -> 
     assert not workspace.bridge.exists()
 
 
-def test_the_work_folder_is_in_tmpdir_if_socket_paths_fit(
-    shared: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_work_folder_is_in_tmpdir_if_socket_paths_fit(shared: Path, monkeypatch) -> None:
     with tempfile.TemporaryDirectory(dir="/tmp") as short:
         (long := Path(short, "long" * 12)).mkdir()
         for chosen, parent in ((Path(short), Path(short)), (long, Path("/tmp"))):

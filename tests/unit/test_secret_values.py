@@ -5,8 +5,6 @@ there was read by all users of a node. A rule that refuses ``answer_key`` would 
 the environment of processes, and what code of the user writes itself.
 """
 
-from __future__ import annotations
-
 import os
 from contextlib import suppress
 from pathlib import Path
@@ -113,15 +111,12 @@ def test_long_texts_take_no_time(part: str) -> None:
             refuse_secrets({key: text})
 
 
-def test_settings_of_a_child_are_not_in_its_command_line(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_settings_of_a_child_are_not_in_its_command_line(tmp_path, monkeypatch) -> None:
     (tmp_path / "my_loader.py").write_text("def load(**arguments):\n    return print, arguments\n")
     monkeypatch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{ROOT}")
     arguments = {"settings": {"note": HIDDEN, "long": "x" * 300_000}}  # also more than a command line takes
     server = ForkServer(Loader("my_loader:load", {"note": HIDDEN}, "reward.type: my_loader:load", 1 << 32))
     try:
-        assert server._process is not None
         assert server.description == {"note": HIDDEN}
         command = Path(f"/proc/{server._process[0].pid}/cmdline").read_bytes()
         assert b"fork_server" in command
@@ -139,9 +134,7 @@ def test_settings_of_a_child_are_not_in_its_command_line(
     server.close()
 
 
-def test_a_notebooks_overrides_are_checked_before_they_are_a_command_line(
-    config_file: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_notebooks_overrides_are_checked_before_they_are_a_command_line(config_file, monkeypatch) -> None:
     monkeypatch.setattr("subprocess.Popen", lambda *_, **__: pytest.fail("started a process"))
     with pytest.raises(UserError, match=r"reward\.api_key looks like a secret"):
         rpg_megatron.train(config_file, {"reward": {"type": "a:b", "api_key": HIDDEN}})

@@ -4,8 +4,6 @@ Why: a reference that is written by hand is wrong after the next setting. Not co
 true.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from rpg_megatron.config import Settings

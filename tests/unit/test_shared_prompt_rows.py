@@ -6,8 +6,6 @@ of the kernel, which has no CPU version. Transformer Engine's module is a stand-
 numbers in a model (tests/distributed/test_shared_prompts.py), GPUs.
 """
 
-from __future__ import annotations
-
 import importlib
 import math
 import pickle
@@ -33,6 +31,7 @@ from rpg_megatron.policy.attention import PackedAttention, attend_runs
 from rpg_megatron.policy.microbatch import PackedSequences, make_micro_batch, pack_lengths
 from rpg_megatron.training import batch_scoring
 from tests.support.allocations import AllocationWatch
+from tests.support.trajectories import make_trajectory
 
 CPU = torch.device("cpu")
 LENGTHS = [60, 12, 120, 24, 36, 12, 12, 96]
@@ -185,13 +184,10 @@ def test_transformer_engines_module(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def trajectory(prompt: list[int], response: list[int], number: int = 0) -> Trajectory:
-    r = len(response)
-    values = np.arange(r, dtype=np.float32) + 100 * number
-    routes = np.full((len(prompt) + r - 1, 1, 1), number, np.uint8)
-    whole = (np.array(prompt, np.int32), np.array(response, np.int32))
-    return Trajectory(
-        number, number, *whole, values, np.zeros(r, np.int32), "stop", "", old=values, routes=routes
-    )
+    values = np.arange(len(response), dtype=np.float32) + 100 * number
+    routes = np.full((len(prompt) + len(response) - 1, 1, 1), number, np.uint8)
+    numbers = {"prompt_id": number, "sample": number, "behaviour": values, "old": values}
+    return make_trajectory(prompt, response, routes=routes, **numbers)
 
 
 GROUP = [
@@ -228,7 +224,6 @@ def test_a_row_holds_each_prompt_once(context: int) -> None:
 def test_the_routes_of_a_prompt_are_those_of_its_first_response() -> None:
     experts = ExpertShape(count=8, per_token=1, ffn_hidden_size=4, normalised=True, layers=(0,))
     routes = make_micro_batch(GROUP, CPU, share=0.0, experts=experts).packed.routes
-    assert routes is not None
     assert routes.experts[0, :, 0].tolist() == [1, 1, 1, 1, 3, 5, 5, 5, 2, 2, 2, 4, 4, 4, 4, 6]
 
 

@@ -5,8 +5,6 @@ Proved: each collective that Megatron and torch call leaves the same bytes in th
 port is open. Not covered: GPUs, and a whole rank (tests/distributed/test_control_group).
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any

@@ -4,8 +4,6 @@ Why: such a run looks healthy on the terminal for hours. Not covered: the report
 (test_report.py), the metrics themselves (test_sampler.py, test_skipped_updates.py).
 """
 
-from __future__ import annotations
-
 import math
 from pathlib import Path
 from types import SimpleNamespace

@@ -10,7 +10,6 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, TypeVar
 
@@ -171,9 +170,7 @@ class Engine:
 
 
 @pytest.mark.parametrize("colocated", [False, True])
-def test_weights_that_links_carry(
-    order: Order, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, colocated: bool
-) -> None:
+def test_weights_that_links_carry(order: Order, tmp_path, monkeypatch, colocated: bool) -> None:
     """NCCL between GPUs, and gloo through pinned memory where the engine has the trainer's GPU."""
     ranks = Ranks(order, monkeypatch)
     publishers = ranks.all(
@@ -199,9 +196,7 @@ def test_weights_that_links_carry(
 
 
 @pytest.mark.parametrize("gpu", [0, 1, 2])
-def test_weights_that_handles_open(
-    order: Order, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, gpu: int
-) -> None:
+def test_weights_that_handles_open(order: Order, tmp_path, monkeypatch, gpu: int) -> None:
     """cuda_ipc, on a trainer's GPU and from another one. Publishing waits for all streams of the GPU."""
     ranks, folder = Ranks(order, monkeypatch), tmp_path / "bridge"
     folder.mkdir(mode=0o700)
@@ -279,9 +274,7 @@ def test_an_anchor_that_takes_the_place_of_the_policy(order: Order, monkeypatch:
     assert order.faults == []
 
 
-def test_an_error_of_cuda_is_taken_off_where_it_was_made(
-    order: Order, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_error_of_cuda_is_taken_off_where_it_was_made(order: Order, monkeypatch) -> None:
     """CUDA keeps it, and torch would report it for the next kernel: one runs at once, on the GPU."""
     monkeypatch.setattr(torch.cuda, "cudart", lambda: SimpleNamespace(cudaHostRegister=lambda *_: 2))
     stream = torch.cuda.current_stream()

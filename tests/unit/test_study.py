@@ -199,7 +199,6 @@ def test_finished_runs_are_not_done_again(write, tmp_path: Path, monkeypatch: py
 def test_a_task_is_a_run_or_a_seed(write, config_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = write("grid: {optimizer.lr: [1e-6, 2e-6]}\nseeds: [5]\n")
     settings = command.settings_of_task(file, [], 2)
-    assert settings is not None
     assert (settings.seed, settings.optimizer.lr, settings.name) == (5, 2e-6, "rates-lr2e-6-s5")
     with pytest.raises(UserError, match="there is no run 3; the study has 1 to 2"):
         command.settings_of_task(file, [], 3)
@@ -207,7 +206,6 @@ def test_a_task_is_a_run_or_a_seed(write, config_file: Path, capsys: pytest.Capt
     assert command.settings_of_task(file, [], 2) is None
     assert "run 2 of 2 is finished" in capsys.readouterr().out
     plain = command.settings_of_task(config_file, ["optimizer.lr=5e-7"], 3)
-    assert plain is not None
     assert (plain.seed, plain.optimizer.lr, plain.name.endswith("-s3")) == (3, 5e-7, True)
 
 
@@ -267,23 +265,14 @@ def test_settings_of_all_runs_are_merged_with_those_of_an_arm(write) -> None:
         ("grid: {seed: [4, 5]}\nseeds: [1, 2]\n", "grid and seeds both set seed; remove one of the two"),
         ("grid: {name: [a, b]}\n", "grid sets name, which the study gives each run; remove it"),
         ("arms:\n- {name: a}\n- {name: b}\n", "arms sets name"),
-        (
-            "arms: {a: {}, b: {optimizer.lr: 1.0e-6}}\n",
-            "arms a and b have the same settings; change or remove",
-        ),
+        ("arms: {a: {}, b: {optimizer.lr: 1.0e-6}}\n", "arms a and b have the same settings; change or"),
         (
             "arms: {a: {training: {ppo_epochs: 2}}, b: {training.ppo_epochs: 2}}\n",
             "arms a and b have the same settings",
         ),
         ("grid: {optimizer.lr: [1.0e-6, 0.000001]}\n", "arms has .* twice|have the same settings"),
-        (
-            "arms: {a: {optimizer.lr: 1.0}}\ngrid: {optimizer.lr: [2.0, 3.0]}\n",
-            "arms set optimizer.lr, and grid",
-        ),
-        (
-            "arms: {a: {optimizer: {lr: 1.0}}}\ngrid: {optimizer.lr: [2.0]}\n",
-            "arms set optimizer.lr, and grid",
-        ),
+        ("arms: {a: {optimizer.lr: 1.0}}\ngrid: {optimizer.lr: [2.0, 3.0]}\n", "arms set optimizer.lr, and"),
+        ("arms: {a: {optimizer: {lr: 1.0}}}\ngrid: {optimizer.lr: [2.0]}\n", "arms set optimizer.lr, and"),
     ],
 )
 def test_a_setting_without_effect_is_refused(write, text: str, message: str) -> None:
@@ -292,9 +281,7 @@ def test_a_setting_without_effect_is_refused(write, text: str, message: str) -> 
     assert "rates.yaml" in str(error.value)
 
 
-def test_an_error_of_all_runs_is_said_once_before_the_first(
-    write, config_file: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_error_of_all_runs_is_said_once_before_the_first(write, config_file, monkeypatch) -> None:
     (config_file.parent / "train.jsonl").write_text('{"prompt": "no answer"}\n')
     monkeypatch.setattr(command, "_train_here", lambda *_: pytest.fail("started a run"))
     result = CliRunner().invoke(app, ["study", str(write("seeds: [1, 2]\n")), "--local"])
@@ -302,18 +289,14 @@ def test_an_error_of_all_runs_is_said_once_before_the_first(
     assert "train.jsonl:1" in str(result.exception)
 
 
-def test_an_error_of_a_later_run_is_said_before_the_first(
-    write, config_file: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_error_of_a_later_run_is_said_before_the_first(write, config_file, monkeypatch) -> None:
     monkeypatch.setattr(command, "_train_here", lambda *_: pytest.fail("started a run"))
     arms = "arms: {a: {}, b: {data.path: gone.jsonl}, c: {parallel.tensor: 3}}\nseeds: [1, 2]\n"
     result = CliRunner().invoke(app, ["study", str(write(arms)), "--local"])
     assert str(result.exception).startswith("run 2 (rates-b-s1): data.path: ")
 
 
-def test_runs_that_differ_by_seed_are_checked_once(
-    write, config_file: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_runs_that_differ_by_seed_are_checked_once(write, config_file, monkeypatch) -> None:
     started, checked = [], []
 
     def check(run: CheckedRun, *, told: bool) -> list[str]:

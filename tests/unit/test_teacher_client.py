@@ -8,8 +8,6 @@ run names a server that is not there, has another tokenizer, or gives no log-pro
 tests/integration/test_distillation_runs.
 """
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -30,6 +28,7 @@ from rpg_megatron.rollout import teacher_client
 from rpg_megatron.rollout.teacher_client import TeacherClient
 from rpg_megatron.system.http_client import ServerError
 from tests.support.chat_models import write_chat_tokenizer
+from tests.support.trajectories import make_trajectory
 
 PROMPT, RESPONSE = [3, 1, 4], [1, 5, 9, 2]
 
@@ -116,9 +115,7 @@ def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
 
 
 def sampled() -> Trajectory:
-    response = np.array(RESPONSE, np.int32)
-    zeros = np.zeros(len(response), np.float32)
-    return Trajectory(0, 0, np.array(PROMPT, np.int32), response, zeros, zeros.astype(np.int32), "stop", "")
+    return make_trajectory(PROMPT, RESPONSE)
 
 
 def score(server: Server, *trajectories: Trajectory, **settings: Any) -> None:
@@ -313,26 +310,3 @@ def test_a_key_that_is_not_set(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("TEACHER_KEY", raising=False)
     with pytest.raises(UserError, match="the variable TEACHER_KEY is not set"):
         TeacherClient(TeacherSettings(url="http://x/v1", api_key_variable="TEACHER_KEY"))
-
-
-@pytest.mark.parametrize(
-    ("more", "message"),
-    [
-        ({"teacher": None}, "objective.type distil needs a teacher"),
-        ({"teacher": {}}, "needs either path"),
-        ({"teacher": {"path": "x", "url": "http://y"}}, "needs either path"),
-        ({"teacher": {"path": "x", "top_k": 3}}, "top_k has no effect without url"),
-        ({"anchor": {"type": "fixed"}}, "teacher takes the place of the anchor"),
-        ({"objective": {"type": "dapo"}, "advantage": {"type": "grpo"}}, "has no KL term, so teacher has no"),
-        ({"rollout": {"temperature": 0.7}}, "teacher needs rollout.temperature 1"),
-        ({"objective": {"type": "distil", "form": "full"}}, "objective.form full needs .*set teacher.path"),
-        ({"objective": {"type": "distil", "form": "top_k"}}, "form top_k and teacher.top_k need each other"),
-        ({"teacher": {"url": "http://y/v1", "top_k": 4}}, "form top_k and teacher.top_k need each other"),
-        ({"objective": {"type": "distil", "form": "sequence", "divergence": "fkl"}}, "form sequence is for"),
-        ({"reward": {"kl": {"coefficient": 0.1}}}, "reward.kl and teacher exclude each other"),
-    ],
-)
-def test_settings_that_exclude_each_other(tmp_path: Path, more: dict[str, Any], message: str) -> None:
-    raw = {"model": {"path": "m"}, "data": {"path": "x"}, "teacher": {"url": "http://y/v1"}, "device": "cpu"}
-    with pytest.raises(ValueError, match=message):
-        Settings.model_validate(raw | {"objective": {"type": "distil"}} | more)

@@ -5,8 +5,6 @@ hide lines or set a terminal's title, and characters that show a text in another
 covered: what C++ libraries and engines write to their own log files.
 """
 
-from __future__ import annotations
-
 import io
 import json
 import re

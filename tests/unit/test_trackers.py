@@ -8,8 +8,6 @@ never answers and one that cannot be made, side by side; and with the real packa
 Not covered: a training run with them (docs/trackers.md).
 """
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import multiprocessing
@@ -345,9 +343,7 @@ def test_a_missing_package_is_one_line_before_the_start(
     assert f"pip install {package}" in str(check)
 
 
-def test_a_missing_key_is_told_before_the_start(
-    make: Callable[..., Settings], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_a_missing_key_is_told_before_the_start(make: Callable[..., Settings], monkeypatch, tmp_path) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
     (tmp_path / "netrc").write_text("machine api.wandb.ai login user password key\n")
     (tmp_path / "netrc").chmod(0o600)
@@ -479,9 +475,7 @@ def log_in_vain(folder: Path, told: Any) -> None:
 
 
 @pytest.mark.parametrize("package", ["wandb", "mlflow"])
-def test_a_server_that_never_answers(
-    make: Callable[..., Settings], monkeypatch: pytest.MonkeyPatch, package: str
-) -> None:
+def test_a_server_that_never_answers(make: Callable[..., Settings], monkeypatch, package: str) -> None:
     pytest.importorskip(package, reason=f"the package {package} is not installed")
     with socket.create_server(("127.0.0.1", 0)) as server:  # accepts, and says nothing
         address = f"http://127.0.0.1:{server.getsockname()[1]}"

@@ -3,8 +3,6 @@
 Not covered: the loop itself (tests/integration), leaders of several replicas (tests/distributed).
 """
 
-from __future__ import annotations
-
 import io
 import json
 import math
@@ -56,26 +54,22 @@ from rpg_megatron.training.mismatch import (
 )
 from rpg_megatron.training.run import RankRun
 from tests.support.batches import summary_of
+from tests.support.trajectories import make_trajectory
 
 
 def trajectory(gap: list[float], versions: list[int]) -> Trajectory:
     n = len(gap)
     old = np.linspace(-3, -0.1, n).astype(np.float32)
-    return Trajectory(
-        prompt_id=4,
-        sample=1,
-        prompt=np.array([5, 6], np.int32),
-        response=np.arange(n, dtype=np.int32),
+    numbers = {"prompt_id": 4, "sample": 1, "group": 3, "reward": 1.0, "correct": True, "advantage": 0.1}
+    return make_trajectory(
+        [5, 6],
+        n,
+        **numbers,
         behaviour=old + np.array(gap, np.float32),
         versions=np.array(versions, np.int32),
-        finish="stop",
         text="1 + 1 = 2\nAnswer: 2 \u2713\u2028\x85",  # a text may hold any separator of lines
-        reward=1.0,
-        correct=True,
         old=old,
         anchor=old.copy(),
-        group=3,
-        advantage=0.1,
         parts={"correctness": 1.0, "overlong": -0.25},
         extracted="2",
         reason="same number or text",
@@ -110,7 +104,6 @@ def test_interrupted_responses_with_routes_are_not_compared() -> None:
     assert (row["mismatch/tokens"], row["mismatch/stale_tokens"]) == (3, 4)
     assert row["mismatch/logp_max"] == pytest.approx(3e-5, rel=0.05)
     worst = find_worst([mixed, uninterrupted], 7)
-    assert worst is not None
     assert worst.gap == pytest.approx(3e-5, rel=0.05)
     assert compare_logprobs([replace(mixed, routes=NO_ROUTES)], version=7)["mismatch/tokens"] == 2
 
@@ -478,9 +471,7 @@ def test_metrics_that_nobody_will_find_end_the_run(tmp_path: Path) -> None:
     writer.close()
 
 
-def test_rows_are_on_the_disk_before_a_checkpoint_counts_them(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_rows_are_on_the_disk_before_a_checkpoint_counts_them(tmp_path, monkeypatch) -> None:
     synced: list[Path] = []
     monkeypatch.setattr(os, "fsync", lambda fd: synced.append(Path(os.readlink(f"/proc/self/fd/{fd}"))))
     writer = MetricsWriter(tmp_path)

@@ -7,8 +7,6 @@ A publisher of shared memory, and a sampler that notes what it is given. Not cov
 (tests/distributed), engines (tests/integration).
 """
 
-from __future__ import annotations
-
 from collections.abc import Collection, Iterator
 from contextlib import nullcontext
 from pathlib import Path
