@@ -7,7 +7,6 @@ workers are readers in the test's process, without vLLM (tests/integration has t
 import itertools
 import os
 import threading
-import time
 from pathlib import Path
 
 import pytest
@@ -188,10 +187,8 @@ def test_what_is_stale_or_elsewhere_is_refused(trainers):
     t.tell("retract")
     # The trainers have retracted the publication: no rank serves what the manifest names.
     reader.open(manifest.place, 4)
-    began = time.monotonic()
     with pytest.raises(ShardError, match=r"trainer rank [01] does not answer"):
         reader.check(halves(0))
-    assert time.monotonic() - began < 60
 
 
 def test_publishing_again_ends_the_service_of_what_was_published(tmp_path):

@@ -41,7 +41,7 @@ def appearance(command: list[str], starts: Starts, folder: Path, **options: Any)
     place = Path(f"/proc/{process.pid}")
     # It ignores SIGUSR1 once its main function runs.
     ignored = 1 << (signal.SIGUSR1 - 1)
-    wait_for(lambda: int(re.findall(r"SigIgn:\s*(\w+)", (place / "status").read_text())[0], 16) & ignored, 60)
+    wait_for(lambda: int(re.findall(r"SigIgn:\s*(\w+)", (place / "status").read_text())[0], 16) & ignored)
     status = (place / "status").read_text()
     facts = {name: (place / name).read_bytes() for name in ("cmdline", "environ")}
     facts |= dict(re.findall(r"(PPid|Umask|SigBlk|SigIgn|SigCgt):\s*(\w+)", status))
@@ -103,7 +103,7 @@ def test_it_ends_with_its_parent(tmp_path: Path, starts: Starts) -> None:
     parent = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, cwd=root)
     assert parent.stdout is not None
     pid = int(parent.stdout.readline())
-    wait_for(lambda: b"launcher.reaper" in read_proc_file(pid, "cmdline"), 60)
+    wait_for(lambda: b"launcher.reaper" in read_proc_file(pid, "cmdline"))
     handle = os.pidfd_open(pid)
     parent.kill()
     parent.wait()

@@ -228,7 +228,7 @@ def test_a_stopped_command_leaves_nothing(tmp_path: Path, number: signal.Signals
     def session() -> list[int]:
         return [pid for pid, stat in read_stats().items() if int(stat[3]) == process.pid]
 
-    wait_for(lambda: len(session()) >= 4, 120)  # itself, the fork server, two workers
+    wait_for(lambda: len(session()) >= 4)  # itself, the fork server, two workers
     process.send_signal(number)
     assert process.wait(timeout=120) == (130 if number == signal.SIGINT else -9)
     assert process.stderr is not None
@@ -237,5 +237,5 @@ def test_a_stopped_command_leaves_nothing(tmp_path: Path, number: signal.Signals
     if number == signal.SIGINT:
         assert err == "stopped: Ctrl-C; nothing was written\n"
         assert [p.name for p in tmp_path.iterdir()] == [file.name]
-    wait_for(lambda: not session(), 120)
+    wait_for(lambda: not session())
     assert not out.exists()

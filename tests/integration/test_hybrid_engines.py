@@ -41,7 +41,7 @@ from tests.support.bridge_rig import (
     write_released,
 )
 from tests.support.bridge_trainers import published, state_dict
-from tests.support.engine import Engine, running_engines
+from tests.support.engine import Engine, running_engines, sampled_tokens
 from tests.support.megatron_shards import stage_values
 
 LENGTHS = (1, 2, 3, 4, 17, 63, 64, 65, 130, 17, 64)
@@ -173,10 +173,12 @@ def test_a_released_mixture(tmp_path: Path) -> None:
 
 
 async def interrupted(engine: Engine, begun: list[list[int]], manifest: Manifest) -> list[Sample]:
-    """Responses that a sync interrupts."""
+    """Responses that a sync interrupts, when each has some tokens."""
+    before, _ = await sampled_tokens(engine)
 
     async def sync() -> None:
-        await asyncio.sleep(1.0)
+        while (await sampled_tokens(engine))[0] < before + 10 * len(begun):
+            await asyncio.sleep(0.02)
         await sync_engine(
             engine.post, manifest, version=1, engine_tensor=engine.tensor, timeout=60, interrupt=True
         )

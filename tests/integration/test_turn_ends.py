@@ -59,8 +59,8 @@ def write_model(folder: Path, template: str) -> None:
 
 def run(folder: Path, *arguments: str) -> tuple[int, str, str]:
     command = Command(folder, *arguments)
-    code, err = command.finish(600)
-    command.assert_nothing_left(5)
+    code, err = command.finish()
+    command.assert_nothing_left(60)
     return code, err, command.out.read_text()
 
 
