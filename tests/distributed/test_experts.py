@@ -203,6 +203,7 @@ ON_TWO_RANKS = ("heads of other ranks", "tokens of other ranks")
 """Of those, the ones that need tensor parallelism."""
 
 
+@pytest.mark.long  # of the tests themselves: they can fail
 def test_what_is_left_out_is_found(tmp_path: Path) -> None:
     """Log-probs or gradients of every model of ``PLANTED`` are not those of transformers."""
     batch, reference = make_batch(), {}

@@ -231,13 +231,9 @@ def test_a_rank_holds_what_is_planned(layout: str, tmp_path: Path, bridge: Path,
     check(settings_for(large, **LAYOUTS[layout]), tmp_path, bridge)
 
 
-def test_a_rank_with_adapters_holds_what_is_planned(tmp_path: Path, bridge: Path, large: Path) -> None:
-    check(settings_for(large, **ADAPTERS["LoRA"]), tmp_path, bridge, within=0.1)
-
-
 @pytest.mark.long
-@pytest.mark.parametrize("layout", [name for name in ADAPTERS if name != "LoRA"])
-def test_other_ranks_with_adapters_hold_what_is_planned(
+@pytest.mark.parametrize("layout", ADAPTERS)
+def test_a_rank_with_adapters_holds_what_is_planned(
     layout: str, tmp_path: Path, bridge: Path, large: Path
 ) -> None:
     check(settings_for(large, **ADAPTERS[layout]), tmp_path, bridge, within=0.1)

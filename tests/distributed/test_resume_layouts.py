@@ -6,8 +6,8 @@ Proved, on real Megatron over gloo in fp32: after three updates at TP2xPP2, save
 that loads the checkpoint at DP4 (TP1), PP2xVPP2xDP2, on one rank, and back at TP2xPP2 from what DP4
 wrote, makes the next update with the same loss and gradient norm, and ends with the same weights, moments and
 held anchor; for the distributed, the plain and the Schedule-Free optimizer, and for adapters (LoRA), whose
-checkpoints hold no other weights (in the default tier, the last three at DP4 only), with a vocabulary that
-the layouts pad differently. At the layout that saved, every number is the same bit for bit. Long: also at
+checkpoints hold no other weights (in the default tier without the plain one, and one layout of most), with a
+vocabulary that the layouts pad differently. At the layout that saved, every number is the same bit for bit. Long: also at
 TP2xDP2, PP2xDP2 and CP2xTP2, and at TP1, TP2, DP2 and PP2 on as few ranks as they need, and back at TP2xPP2
 from each of these.
 A trainer that is killed with SIGKILL while it saves in the background leaves whole checkpoints only, and the
@@ -53,10 +53,8 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 }
 NEEDED = {
     "distributed": ("TP2xPP2", "DP4"),
-    "plain": ("DP4",),
     "schedule-free": ("DP4",),
-    "muon": ("DP4", "TP2xDP2+SP"),
-    "adapters": ("DP4",),
+    "muon": ("TP2xDP2+SP",),
 }
 """Cases of the default tier, with one rank and the way back only for the first."""
 FEWER: dict[str, tuple[int, dict[str, Any]]] = {

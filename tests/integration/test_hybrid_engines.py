@@ -62,7 +62,7 @@ def prompts() -> list[list[int]]:
 def test_float32_after_each_sync(tmp_path: Path, name: str) -> None:
     """Engines with one and two workers; long and short requests, so that prompts join running batches."""
     with bridge_engines(tmp_path, name, [1, 2]) as engines, running_rig(tmp_path, engines[0]) as rig:
-        for version in range(1, 6):
+        for version in range(1, 4):
             transport = ("shared_memory", "process_group")[version % 2]
             manifest = rig.publish(version, version, transport)
             weights = state_dict(rig.model, version)
@@ -74,7 +74,7 @@ def test_float32_after_each_sync(tmp_path: Path, name: str) -> None:
                 decoded = gaps(rig.model, weights, prompts(), samples).max()
                 print(f"\nTP{engine.tensor}, {transport}: prompt {prompt_gap:.1e}, decoding {decoded:.1e}")
                 assert max(prompt_gap, decoded) <= TOLERANCE
-        assert rig.error(4) > 0.1, "the weights differ"
+        assert rig.error(2) > 0.1, "the weights differ"
 
 
 def differing_routes(
@@ -148,6 +148,7 @@ def test_a_released_model_in_the_smallest_cache(tmp_path: Path) -> None:
         assert max(first, gaps(tmp_path / "model", weights, prompts(), samples).max()) <= TOLERANCE
 
 
+@pytest.mark.long
 @pytest.mark.timeout(600)
 def test_a_released_mixture(tmp_path: Path) -> None:
     """Files have all experts of a layer in two tensors; vLLM loads these, and a sync one tensor an expert."""
