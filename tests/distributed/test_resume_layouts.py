@@ -7,7 +7,8 @@ that loads the checkpoint at DP4 (TP1), PP2xVPP2xDP2, on one rank, and back at T
 wrote, makes the next update with the same loss and gradient norm, and ends with the same weights, moments and
 held anchor; for the distributed, the plain and the Schedule-Free optimizer, and for adapters (LoRA), whose
 checkpoints hold no other weights (in the default tier without the plain one, and one layout of most), with a
-vocabulary that the layouts pad differently. At the layout that saved, every number is the same bit for bit. Long: also at
+vocabulary that the layouts pad differently. At the layout that saved, every number is the same bit for bit.
+Long: also at
 TP2xDP2, PP2xDP2 and CP2xTP2, and at TP1, TP2, DP2 and PP2 on as few ranks as they need, and back at TP2xPP2
 from each of these.
 A trainer that is killed with SIGKILL while it saves in the background leaves whole checkpoints only, and the

@@ -152,7 +152,7 @@ def test_broken_and_stuck_engines_say_why(
 ) -> None:
     settings = load_settings(config_file, [f"engine.start_timeout={2 if mode == 'stuck' else LIMIT}"])
     make(settings, tmp_path, mode, monkeypatch)
-    begun = f"starting in mode {mode}\n"
+    begun = f"starting in mode {mode}"
     message = error_of_start(settings, tmp_path, begun)
     assert re.match(rf"engine 0 {problem}; the end of .*engine_0\.log", message), message
     assert begun in message
