@@ -89,9 +89,6 @@ def main() -> None:
                 mpu.destroy_model_parallel()
             cut, mesh = settings.parallel, start_mesh(settings.parallel)
         torch.save(measure(case, settings, mesh, device), folder / f"{name}_{dist.get_rank()}.pt")
-    import time
-
-    print("CPU", time.process_time())
     if dist.get_rank() == 0:
         (folder / "result.json").write_text("{}")
     dist.destroy_process_group()

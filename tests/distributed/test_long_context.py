@@ -15,10 +15,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from safetensors.torch import load_file
 
+from benchmarks.long_context import CHUNK, TOKENS, VOCABULARY, head_peaks, make_checkpoint, plain_peak
+from rpg_megatron.config.policy import ParallelSettings
+from rpg_megatron.policy.model import start_mesh
 from tests.support.layouts import SMOOTH, make_case, make_layout_model, ragged_batch
-from tests.support.ranks import run_ranks
+from tests.support.ranks import ranks, run_ranks
 
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "TP1": (1, {}),
@@ -133,6 +137,17 @@ def test_long_packs_equal_one_sequence_at_a_time_in_every_layout(tmp_path: Path,
         compare(tmp_path, results, name, "alone")
 
 
+@ranks(1)
+def measure_peaks(folder: Path) -> dict[str, Any]:
+    """The second table of benchmarks/long_context.py."""
+    mesh, device = start_mesh(ParallelSettings()), torch.device("cpu")
+    result: dict[str, Any] = head_peaks(make_checkpoint(folder / "model", VOCABULARY), mesh, device, TOKENS)
+    result |= {"tokens": TOKENS, "vocab": VOCABULARY, "chunk": CHUNK}
+    for name, backward in (("scoring", False), ("update", True)):
+        result[f"plain {name}"] = [plain_peak(n, backward=backward) for n in (1024, 2048)]
+    return result
+
+
 @pytest.mark.long
 @pytest.mark.timeout(3000)
 def test_memory_at_8192_tokens_and_a_real_vocabulary(tmp_path: Path) -> None:
@@ -141,7 +156,7 @@ def test_memory_at_8192_tokens_and_a_real_vocabulary(tmp_path: Path) -> None:
     Hidden states are those of the two layers that are kept, what the layers add while they are computed
     again included. Plain torch needs over ten times as much at 8192 tokens, by a line through 1024 and 2048.
     """
-    peaks = run_ranks("tests.distributed.memory_worker", 1, tmp_path, timeout=2400)
+    peaks = measure_peaks(tmp_path, timeout=2400)
     tokens, vocab, chunk = peaks["tokens"], peaks["vocab"], peaks["chunk"]
     assert (tokens, vocab) == (8192, 151936)
     hidden_states = 4 * tokens * 256 * 3  # what goes into each layer, and what comes out of the last

@@ -4,7 +4,7 @@ Why: Megatron's offloading optimizer has separate code for updates and checkpoin
 ``policy/optimizer.py``). Proved: with everything offloaded, or half, three updates end at the weights, main
 weights and moments of the optimizer on the device, and so does the third after a checkpoint of the second was
 loaded by the other kind, or with another share. The CPU stands for both devices here (see
-``optimizer_offload_worker``), so the arithmetic, the distribution of tensors and the checkpoints are
+``update``), so the arithmetic, the distribution of tensors and the checkpoints are
 Megatron's own and real. Not covered: what the test replaces, which is copies between devices, pinned memory
 and streams; and that anything is saved.
 """

@@ -72,7 +72,9 @@ def check_bfloat16(folder: Path, meaning: dict[str, torch.Tensor], changed: tupl
             assert torch.equal(found[name], value), name
 
 
-@pytest.mark.parametrize("family", ["glm4_moe", "deepseek_v3", "qwen3_5"])
+@pytest.mark.parametrize(
+    "family", ["deepseek_v3", *(pytest.param(f, marks=pytest.mark.long) for f in ("glm4_moe", "qwen3_5"))]
+)
 def test_there_and_back(tmp_path: Path, family: str) -> None:
     released = family == "qwen3_5"
     meaning = write_released(tmp_path / "hf") if released else write_mixture(tmp_path / "hf", family)

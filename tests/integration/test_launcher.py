@@ -71,7 +71,12 @@ def test_a_warning_before_the_ranks_are_forked_requeues(launch):
     ("child", "script", "message"),
     [
         ("rank_1", "print('last words', flush=True); os._exit(7)", "rank_1 ended with exit code 7"),
-        ("rank_0", "print('last words', flush=True); os.kill(os.getpid(), 9)", "rank_0 was killed (SIGKILL"),
+        pytest.param(
+            "rank_0",
+            "print('last words', flush=True); os.kill(os.getpid(), 9)",
+            "rank_0 was killed (SIGKILL",
+            marks=pytest.mark.long,
+        ),
         ("sampler", "print('last words', flush=True); os._exit(0)", "sampler ended before the run did"),
         ("ranks", "print('last words', flush=True); os._exit(7)", "ranks ended with exit code 7"),
     ],
@@ -203,7 +208,7 @@ def wait_until_ranks_listen(launcher: Launch) -> None:
     wait_for(lambda: all((launcher.folder / f"listens_{rank}").exists() for rank in (0, 1)))
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+@pytest.mark.parametrize("number", [pytest.param(signal.SIGTERM, marks=pytest.mark.long), signal.SIGUSR1])
 def test_a_warned_run_is_saved_and_asks_to_be_queued_again(launch, number: signal.Signals):
     saves = SAVES + "print('saved', flush=True); os._exit(75)"
     launcher = launch(rank_0=saves, rank_1=saves)
@@ -292,7 +297,9 @@ def test_a_signal_to_every_process_is_a_warning(launch):
     assert_nothing_left(launcher)
 
 
-@pytest.mark.parametrize("delay", [0.0, 0.2, 0.4, 0.6, 0.8])
+@pytest.mark.parametrize(
+    "delay", [0.2, 0.6, *(pytest.param(delay, marks=pytest.mark.long) for delay in (0.0, 0.4, 0.8))]
+)
 def test_ctrl_c_at_any_moment_of_the_start(launch, tmp_path: Path, delay: float):
     launcher = launch()
     wait_for_our_code(launcher.process)

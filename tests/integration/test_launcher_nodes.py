@@ -119,7 +119,7 @@ def test_the_death_of_the_first_launcher_ends_the_others(pair) -> None:
     nodes.finish()
 
 
-@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("rank", [pytest.param(0, marks=pytest.mark.long), 1])
 def test_ctrl_c_on_any_node_stops_all(pair, rank: int) -> None:
     nodes = pair()
     nodes.begin()
@@ -129,7 +129,7 @@ def test_ctrl_c_on_any_node_stops_all(pair, rank: int) -> None:
     assert nodes.err(1).startswith("error: stopped by node 0: Ctrl-C")
 
 
-@pytest.mark.parametrize("warned", [(0, 1), (1,)])
+@pytest.mark.parametrize("warned", [pytest.param((0, 1), marks=pytest.mark.long), (1,)])
 def test_a_warning_to_any_node_has_all_ranks_save(pair, warned: tuple[int, ...]) -> None:
     """The first launcher has the exit code that requeues the job; the other one exits with 0."""
     saves = "signal.signal(signal.SIGTERM, lambda *_: os._exit(75)); (here / name).touch()"
@@ -172,7 +172,7 @@ def test_an_engine_that_hangs_on_the_other_node_is_ended_there(pair) -> None:
     assert nodes.finish() == [130, 1]
 
 
-@pytest.mark.parametrize("dies", [1, 2])
+@pytest.mark.parametrize("dies", [pytest.param(1, marks=pytest.mark.long), 2])
 def test_an_engine_on_two_other_nodes_is_restarted_as_one(pair, dies: int) -> None:
     """Its server is on node 1, workers alone on node 2; where one of the two ends, both are started again."""
     names = {1: "engine_0", 2: "engine_0_part_1"}
