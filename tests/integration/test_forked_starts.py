@@ -87,7 +87,8 @@ def test_what_it_says_and_its_exit_code_are_the_same(tmp_path: Path, arguments: 
     assert answers[0][0] == (0 if arguments == ["--version"] else 2)
 
 
-@pytest.mark.parametrize("starts", [fresh_starts, forked_starts])
+# Long: the second imports everything once more.
+@pytest.mark.parametrize("starts", [fresh_starts, pytest.param(forked_starts, marks=pytest.mark.long)])
 def test_it_ends_with_its_parent(tmp_path: Path, starts: Starts) -> None:
     code = (
         "import signal, subprocess, time\n"

@@ -62,7 +62,9 @@ def finish(folder: Path, *arguments: str) -> tuple[list[dict[str, Any]], dict[st
     return rows, load_file(next((run / "hf").glob("step_*/model.safetensors")))
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(
+    "layout", ["tp2", *(pytest.param(name, marks=pytest.mark.long) for name in ("tp1", "pp2"))]
+)
 def test_the_first_steps_are_those_from_hugging_faces_files(
     tmp_path: Path, megatron: Path, layout: str
 ) -> None:
