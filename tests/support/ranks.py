@@ -43,8 +43,8 @@ def run_ranks(
 ) -> Any:
     """Run the module ``worker`` with arguments FOLDER ARGS as ``world`` ranks; return FOLDER/result.json.
 
-    Ranks are forked from a process that has imported Megatron and nothing else, which saves most of their
-    start; fresh: each is an interpreter of its own, for workers that measure memory or need a GPU.
+    Ranks are forked from a process that has imported Megatron, which saves most of their start. fresh: each
+    is an interpreter of its own, for workers that measure memory or need a GPU.
     """
     result = folder / "result.json"
     result.unlink(missing_ok=True)
@@ -190,9 +190,11 @@ def _start_fresh(
 
 
 def fork_server() -> Any:
-    """Context of torch's multiprocessing whose processes are forked from one that has imported Megatron."""
+    """Context of torch's multiprocessing whose processes are forked from one that has imported Megatron, and
+    what test modules with functions under ``ranks`` import.
+    """
     context = torch.multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["rpg_megatron.policy.device", "rpg_megatron.training.run"])
+    context.set_forkserver_preload(["rpg_megatron.training.run", "tests.support.layouts", "pytest"])
     return context
 
 
