@@ -249,7 +249,7 @@ def transformers_error(
         ("experts in every layer", LAYOUTS),
         pytest.param("experts in every layer", MORE_LAYOUTS, marks=pytest.mark.long),
         pytest.param("layers 0, 2 and 3 dense", LAYOUTS | MORE_LAYOUTS, marks=pytest.mark.long),
-        ("qwen3_5_moe", FEW),
+        pytest.param("qwen3_5_moe", FEW, marks=pytest.mark.long),
         ("deepseek_v3", FEW),
         *(pytest.param(name, EIGHT, marks=pytest.mark.long) for name in [*MODELS][1:-1]),
     ],

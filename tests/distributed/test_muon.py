@@ -105,8 +105,12 @@ def mixture(folder: Path) -> PreTrainedModel:
 @pytest.mark.parametrize(
     ("make", "parallel"),
     [
-        (dense, {"tensor": 2}),
-        (mixture, {"tensor": 2, "sequence": True, "expert": 2, "expert_tensor": 1}),
+        pytest.param(dense, {"tensor": 2}, marks=pytest.mark.long),
+        pytest.param(
+            mixture,
+            {"tensor": 2, "sequence": True, "expert": 2, "expert_tensor": 1},
+            marks=pytest.mark.long,
+        ),
         (mixture, {"tensor": 2, "sequence": True, "expert": 1, "expert_tensor": 2}),
     ],
     ids=["dense", "experts on one rank each", "experts split"],

@@ -111,6 +111,7 @@ def compare(results: dict[str, Any], layout: str) -> None:
         torch.testing.assert_close(torch.tensor(actual), torch.tensor(expected), atol=2e-5, rtol=0)
 
 
+@pytest.mark.long
 def test_overlap_changes_no_number_on_two_ranks(tmp_path: Path) -> None:
     make_layout_model(tmp_path / "model", tied=False)
     compare(run_both(tmp_path, 2, {"DP2": {"data": 2}}), "DP2")

@@ -98,7 +98,7 @@ class Case:
         return step
 
 
-@pytest.fixture(scope="module", params=["qwen3", "qwen3_5"])
+@pytest.fixture(scope="module", params=[pytest.param("qwen3", marks=pytest.mark.long), "qwen3_5"])
 def case(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Case:
     folder, hybrid = tmp_path_factory.mktemp("case"), request.param == "qwen3_5"
     lora = HYBRID_LORA if hybrid else LORA

@@ -123,6 +123,7 @@ def test_a_run_its_resume_and_evaluations(config_file: Path, tmp_path: Path, mon
         assert (TOLD in err) == (folder != export), err
 
 
+@pytest.mark.long
 def test_adapters_and_a_teacher(config_file: Path, tmp_path: Path, monkeypatch) -> None:
     monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=":")
     (tmp_path / "by_bytes.py").write_text(BY_BYTES)

@@ -56,12 +56,16 @@ def prompts() -> list[list[int]]:
 
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize(
-    "name",
-    ["qwen3.5", *(pytest.param(n, marks=pytest.mark.long) for n in ("qwen3.5-moe", "qwen3-next"))],
+    ("name", "workers"),
+    [
+        ("qwen3.5", [1]),
+        pytest.param("qwen3.5", [2], marks=pytest.mark.long),
+        *(pytest.param(name, [1, 2], marks=pytest.mark.long) for name in ("qwen3.5-moe", "qwen3-next")),
+    ],
 )
-def test_float32_after_each_sync(tmp_path: Path, name: str) -> None:
+def test_float32_after_each_sync(tmp_path: Path, name: str, workers: list[int]) -> None:
     """Engines with one and two workers; long and short requests, so that prompts join running batches."""
-    with bridge_engines(tmp_path, name, [1, 2]) as engines, running_rig(tmp_path, engines[0]) as rig:
+    with bridge_engines(tmp_path, name, workers) as engines, running_rig(tmp_path, engines[0]) as rig:
         for version in range(1, 4):
             transport = ("shared_memory", "process_group")[version % 2]
             manifest = rig.publish(version, version, transport)

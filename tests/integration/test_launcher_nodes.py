@@ -93,7 +93,7 @@ def test_a_user_error_of_a_rank_there_is_one_message_here(
 def test_a_lost_node_ends_the_run(pair, how: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(RESTART_FILE, str(tmp_path / "restart"))  # as in a job
     nodes = pair()
-    nodes.begin("cluster.silence=4")
+    nodes.begin(*(["cluster.silence=4"] if how == "silent" else []))
     nodes.launchers[1].send_signal(signal.SIGKILL if how == "killed" else signal.SIGSTOP)
     assert nodes.launchers[0].wait(LIMIT) == 1
     why = "its launcher has exited" if how == "killed" else "it was silent for 4 s (cluster.silence)"
@@ -181,7 +181,7 @@ def test_an_engine_on_two_other_nodes_is_restarted_as_one(pair, dies: int) -> No
     nodes.begin(
         "parallel.data=1",
         "engine={replicas: 1, tensor: 4}",
-        "cluster={interface: lo, join_timeout: 60, min_bandwidth: 0, trainer_nodes: 1, engine_nodes: 2}",
+        "cluster={interface: lo, join_timeout: 300, min_bandwidth: 0, trainer_nodes: 1, engine_nodes: 2}",
         acts=4,
     )
     assert sorted(nodes.acted()) == ["engine_0", "engine_0_part_1", "rank_0", "sampler"]

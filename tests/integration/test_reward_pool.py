@@ -220,7 +220,7 @@ def test_a_worker_that_is_replaced_leaves_nothing(
 ) -> None:
     mark = f"{os.getpid()}-{time.monotonic_ns()}"
     monkeypatch.setenv("RPG_TEST_POOL", mark)
-    pool = start(workers=1, deadline=20.0)
+    pool = start(workers=1, deadline=300.0)
     assert pool.submit(["grows", "a"]).result(timeout=300).value is True
     assert pool.submit(["a", "a"]).result(timeout=300).value is True  # of another worker
     assert not [pid for pid in children(mark) if sleeps(pid)]
@@ -330,7 +330,7 @@ def test_a_function_that_cannot_be_had_is_one_message(odd: str, name: str, says:
 
 
 def test_a_function_of_the_users_own_scores(odd: str) -> None:
-    scorer = Scorer(RewardSettings(type=odd, correct=2.0, wrong=-3.0, deadline=1.0), max_tokens=10)
+    scorer = Scorer(RewardSettings(type=odd, correct=2.0, wrong=-3.0, deadline=3.0), max_tokens=10)
     try:
         texts = ["a", "b", "half", "minus", "hang", "raise", "Answer: 5"]
         responses = [Response(text, np.zeros(1, np.int32), "stop") for text in texts]

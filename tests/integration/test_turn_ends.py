@@ -78,9 +78,8 @@ def config_for(folder: Path) -> Path:
     return file
 
 
-@pytest.mark.parametrize(
-    "name", [next(iter(TEMPLATES)), *(pytest.param(n, marks=pytest.mark.long) for n in list(TEMPLATES)[1:])]
-)
+@pytest.mark.long
+@pytest.mark.parametrize("name", TEMPLATES)
 def test_answers_end_by_themselves(tmp_path: Path, name: str) -> None:
     template, mark = TEMPLATES[name]
     write_model(tmp_path / "model", template)

@@ -105,6 +105,7 @@ def test_a_run_and_an_evaluation(
     assert code == 0, err
 
 
+@pytest.mark.long
 @pytest.mark.timeout(1200)
 def test_adapters_of_a_released_hybrid(
     config_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

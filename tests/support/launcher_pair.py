@@ -86,7 +86,7 @@ OVERRIDES = [
     "parallel.data=2",
     "engine.replicas=2",
     "bridge.transport=process_group",
-    "cluster={interface: lo, join_timeout: 60, min_bandwidth: 0}",
+    "cluster={interface: lo, join_timeout: 300, min_bandwidth: 0}",
 ]
 
 WELL = "import sys; open(sys.argv[1] + '/summary.json', 'w').write('{}'); os._exit(0)"
