@@ -22,7 +22,10 @@ import yaml
 
 from rpg_megatron.launcher.summary import summarise
 from tests.support.commands import wait_for_our_code
+from tests.support.forking import fresh_starts
 from tests.support.launcher import LIMIT, Launch, assert_nothing_left, living, wait_for
+
+pytestmark = pytest.mark.usefixtures("forked_starts")
 
 
 def test_a_ranks_user_error_is_one_message_and_leaves_nothing(launch, tmp_path: Path):
@@ -301,7 +304,8 @@ def test_a_signal_to_every_process_is_a_warning(launch):
     "delay", [0.2, 0.6, *(pytest.param(delay, marks=pytest.mark.long) for delay in (0.0, 0.4, 0.8))]
 )
 def test_ctrl_c_at_any_moment_of_the_start(launch, tmp_path: Path, delay: float):
-    launcher = launch()
+    with fresh_starts():
+        launcher = launch()
     wait_for_our_code(launcher.process)
     time.sleep(delay)
     launcher.process.send_signal(signal.SIGINT)

@@ -23,6 +23,8 @@ from rpg_megatron.launcher.failures import RESTART_FILE
 from tests.support.launcher import LIMIT, wait_for
 from tests.support.launcher_pair import DRIVER, WELL
 
+pytestmark = pytest.mark.usefixtures("forked_starts")
+
 
 def test_a_run_that_ends_well_ends_everywhere(pair) -> None:
     nodes = pair(rank_0=WELL, rank_1=WELL)
