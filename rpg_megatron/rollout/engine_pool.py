@@ -158,6 +158,7 @@ class EnginePool:
 
     async def _sync_one(self, engine: PooledEngine, manifest: Manifest, version: int) -> SyncReport:
         engine.link_timeout = float(manifest.place.get("timeout", 0.0))
+        logger.info("engine %d: sync of version %d begins", engine.index, version)
         try:
             return await sync_engine(
                 engine.client.post,

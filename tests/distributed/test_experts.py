@@ -203,6 +203,7 @@ ON_TWO_RANKS = ("heads of other ranks", "tokens of other ranks")
 """Of those, the ones that need tensor parallelism."""
 
 
+@pytest.mark.long  # of the tests themselves: they can fail
 def test_what_is_left_out_is_found(tmp_path: Path) -> None:
     """Log-probs or gradients of every model of ``PLANTED`` are not those of transformers."""
     batch, reference = make_batch(), {}
@@ -248,7 +249,7 @@ def transformers_error(
         ("experts in every layer", LAYOUTS),
         pytest.param("experts in every layer", MORE_LAYOUTS, marks=pytest.mark.long),
         pytest.param("layers 0, 2 and 3 dense", LAYOUTS | MORE_LAYOUTS, marks=pytest.mark.long),
-        ("qwen3_5_moe", FEW),
+        pytest.param("qwen3_5_moe", FEW, marks=pytest.mark.long),
         ("deepseek_v3", FEW),
         *(pytest.param(name, EIGHT, marks=pytest.mark.long) for name in [*MODELS][1:-1]),
     ],

@@ -13,24 +13,57 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
+import pickle
 import re
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 import yaml
+from megatron.core import parallel_state as mpu
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from rpg_megatron.config import Settings
 from rpg_megatron.data.problems import read_problems
 from rpg_megatron.launcher.input_checks import check_custom_code
+from rpg_megatron.policy.model import start_mesh
 from rpg_megatron.rewards.reward import Response, Scorer
 from rpg_megatron.rollout.dynamic_sampling import passes_filter
 from rpg_megatron.rollout.groups import scores_of
+from rpg_megatron.training.metrics import MetricsWriter
+from rpg_megatron.training.trainer import Trainer
+from tests.support.batches import prepare
 from tests.support.judges import stand_in_judge
 from tests.support.layouts import TEMPERATURE, TURNS, make_case, write_rewarded_batch
-from tests.support.ranks import ROOT, run_ranks
+from tests.support.ranks import ROOT, ranks
+
+
+def train_one(case: dict[str, Any], folder: Path) -> None:
+    """All steps on the fixed batch; rank 0 writes their metrics to FOLDER/NAME."""
+    settings = Settings.model_validate(case["settings"])
+    mesh = start_mesh(settings.parallel)
+    trainer = Trainer(settings, mesh, torch.device("cpu"))
+    writer = MetricsWriter(folder / case["name"]) if mesh.rank == 0 else None
+    for step in range(1, settings.training.steps + 1):
+        batch = prepare(trainer, pickle.loads((folder / "batch.pkl").read_bytes()))
+        trainer.scorer.compute_log_probs(batch)
+        trainer.update(step, batch, lambda done, total: None)
+        if writer is not None:
+            writer.write({"step": step, **batch.metrics})
+    if writer is not None:
+        writer.close()
+    mpu.destroy_model_parallel()
+
+
+@ranks(1)
+def train_all(folder: Path, cases: list[dict[str, Any]]) -> None:
+    os.chdir(folder)
+    for case in cases:
+        train_one(case, folder)
+
 
 OWN = ("objective/drift", "objective/drift_max", "objective/far")
 LAYOUTS: dict[str, dict[str, int]] = {
@@ -72,8 +105,7 @@ def train(
     ]
     for name in layouts:
         (folder / name).mkdir()
-    (folder / "cases.json").write_text(json.dumps(cases))
-    run_ranks("tests.distributed.extend_worker", world, folder)
+    train_all(folder, cases, world=world)
     files = {name: folder / name / "metrics.jsonl" for name in layouts}
     return {name: [json.loads(line) for line in f.read_text().splitlines()] for name, f in files.items()}
 

@@ -103,12 +103,8 @@ LATENT = {
 } | EXPERTS
 
 LAYOUTS = {
-    "half offloaded, bfloat16": case("bfloat16", memory={"offload_optimizer": 0.5}),
     "TP2+SP x PP2 x CP2, last rank, bfloat16": case("bfloat16", DEEP, 7, **SEQUENCES),
-    "PP4 x VPP2 x DP2, float32": case("float32", VIRTUAL, **FIXED),
-    "PP2, untied, bfloat16": case("bfloat16", {"pipeline": 2}, tied=False),
     "DP4, EP4, bfloat16": case("bfloat16", {"data": 4, "expert": 4}, **FIXED, **AUX_LOSS) | EXPERTS,
-    "shared prompts, CP2, bfloat16": case("bfloat16", {"context": 2}, **SHARED),
     "latent attention, TP2+SP x CP2, EP4": case(
         "bfloat16", {**SP, "context": 2, "expert": 4}, 3, tied=False, **SHARED
     )
@@ -124,7 +120,6 @@ LAYOUTS = {
     ),
     "policies of clipping": case("bfloat16", advantage={"type": "grpo"}) | {"losses": CLIPPED},
     "a teacher's distributions, hybrid": case("bfloat16", **FULL_TEACHER) | HYBRID,
-    "a teacher's sequences, entropy bonus": case("bfloat16", SP, **sampled_teacher("sequence", 0.01)),
 }
 MORE_LAYOUTS = (
     {
@@ -159,6 +154,11 @@ MORE_LAYOUTS = (
         }.items()
     }
     | {
+        "half offloaded, bfloat16": case("bfloat16", memory={"offload_optimizer": 0.5}),
+        "PP4 x VPP2 x DP2, float32": case("float32", VIRTUAL, **FIXED),
+        "PP2, untied, bfloat16": case("bfloat16", {"pipeline": 2}, tied=False),
+        "shared prompts, CP2, bfloat16": case("bfloat16", {"context": 2}, **SHARED),
+        "a teacher's sequences, entropy bonus": case("bfloat16", SP, **sampled_teacher("sequence", 0.01)),
         "a teacher's distributions, shared prompts": case("bfloat16", **FULL_TEACHER, **SHARED),
         "adapters, shared prompts": case("bfloat16", **SHARED, lora={"rank": 4}),
         "hybrid, TP2+SP": case("bfloat16", SP) | HYBRID,
@@ -205,6 +205,10 @@ def examples() -> dict[str, dict[str, Any]]:
             "shape": {"num_layers": 1},
         }
     return cases
+
+
+EXAMPLE_FILES = ("quickstart.yaml", "qwen3_32b_dapo_math_2k.yaml")
+"""Those of the default tier: the smallest and the largest layout."""
 
 
 def problems(result: dict[str, Any]) -> list[str]:
@@ -258,7 +262,9 @@ def test_every_layout_runs_on_fake_gpus(name: str, tmp_path: Path) -> None:
     check(MORE_LAYOUTS[name], tmp_path)
 
 
-@pytest.mark.parametrize("name", examples())
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=[] if n in EXAMPLE_FILES else pytest.mark.long) for n in examples()]
+)
 def test_an_example_runs_on_fake_gpus(name: str, tmp_path: Path) -> None:
     example = examples()[name]
     check({**example, "files": example["files"][:1]}, tmp_path)

@@ -10,17 +10,93 @@ Not covered: how a recipe's numbers compare with bfloat16 (benchmarks/mismatch.p
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+from megatron.core import parallel_state as mpu
 from safetensors.torch import load_file, save_file
 
-from rpg_megatron.policy.fp8_emulation import E4M3, RECIPES, round_whole
-from tests.support.ranks import run_ranks
+from benchmarks.policies import batch_of
+from rpg_megatron.checkpoints.megatron import load_weights
+from rpg_megatron.config import Settings
+from rpg_megatron.policy.fp8_emulation import E4M3, RECIPES, EmulatedProduct, round_whole
+from rpg_megatron.policy.model import Mesh, start_mesh
+from rpg_megatron.training.loss import build_aggregator, build_loss
+from tests.support.rank_policy import checkpoint_policy, cut_unevenly, save_weights
+from tests.support.ranks import ranks
+
+
+def watch(layer: torch.nn.Module, operands_by_name: dict[str, torch.Tensor], name: str) -> None:
+    """Record the operands of a layer's products; later ones replace earlier ones."""
+    product = getattr(layer, "fp8", None)
+    if product is None:
+        return
+    operands = product.for_output
+
+    def watched(*args: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        x, w = operands(*args)
+        operands_by_name.update({f"{name} x": x, f"{name} w": w})
+        return x, w
+
+    product.for_output = watched
+
+
+def measure(case: dict[str, Any], settings: Settings, mesh: Mesh) -> dict[str, Any]:
+    policy = checkpoint_policy(settings, mesh, torch.device("cpu"))
+    batch = batch_of([40, 90, 33, 64, 21], 256)
+    packs = [policy.pack(micro) for micro in cut_unevenly(batch, case.get("microbatches", 1), mesh)]
+    first = policy.chunks[0].decoder.layers[0]
+    linear, attention = settings.model.path.name == "hybrid", first.self_attention
+    inputs, output = ("in_proj", "out_proj") if linear else ("linear_qkv", "linear_proj")
+    values: dict[str, Any] = {"raw w": getattr(attention, inputs).weight.detach().clone()}
+    watch(getattr(attention, inputs), values, "qkv")
+    watch(getattr(attention, output), values, "proj")
+
+    def logprobs() -> torch.Tensor:
+        parts = [p.split(v[0]) for p, v in zip(packs, policy.logprobs(packs), strict=True)]
+        return torch.cat([part for pack in parts for _, part in pack])
+
+    if case.get("load"):
+        load_weights(Path(case["load"]), policy.chunks, 256)
+    values["logp"] = logprobs()
+    first_pass = {name: value.clone() for name, value in values.items()}
+    values["logp again"] = logprobs()
+    for _ in range(case.get("updates", 1)):
+        with policy.updating():
+            policy.update(packs, build_loss(settings), build_aggregator(settings), lr=0.0)
+    products = {n: m for n, m in policy.chunks[0].named_modules() if isinstance(m, EmulatedProduct)}
+    result = {
+        **values,
+        **first_pass,
+        "gradients": {n: p.main_grad.clone() for n, p in policy.named_parameters()},
+        "products": sorted(products),
+        "scales": {n: m.scale for n, m in products.items() if hasattr(m, "scale")},
+        "after": logprobs(),
+    }
+    if case.get("save"):
+        if mesh.rank == 0:
+            Path(case["save"]).mkdir()
+        dist.barrier()
+        save_weights(Path(case["save"]), policy.chunks)
+    return result
+
+
+@ranks(2)
+def measure_all(folder: Path, cases: dict[str, dict[str, Any]]) -> None:
+    """Score and update a fixed batch with emulated FP8; each rank writes what it has of each case."""
+    cut, mesh = None, None
+    for name, case in cases.items():
+        settings = Settings.model_validate(case["settings"])
+        if mesh is None or settings.parallel != cut:
+            if mesh is not None:
+                mpu.destroy_model_parallel()
+            cut, mesh = settings.parallel, start_mesh(settings.parallel)
+        torch.save(measure(case, settings, mesh), folder / f"{name}_{mesh.rank}.pt")
+
 
 SIZES = {
     "num_hidden_layers": 3,
@@ -56,8 +132,7 @@ def settings_of(checkpoint: Path, recipe: str | None, **sections: Any) -> dict[s
 def run(folder: Path, cases: dict[str, dict[str, Any]], world: int) -> dict[str, list[dict[str, Any]]]:
     """Each rank's results, by case."""
     folder.mkdir()
-    (folder / "cases.json").write_text(json.dumps(cases))
-    run_ranks("tests.distributed.fp8_worker", world, folder)
+    measure_all(folder, cases, world=world)
     return {n: [torch.load(folder / f"{n}_{r}.pt") for r in range(world)] for n in cases}
 
 

@@ -15,6 +15,8 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import pytest
+
 from tests.support.checkpoints import make_resume_case, write_batch
 from tests.support.ranks import run_ranks
 
@@ -51,6 +53,7 @@ def test_collectives_of_lazy_groups(tmp_path: Path) -> None:
     assert first["threads"] == [[[[r, n, i] for r in range(WORLD)] for n in range(5)] for i in range(2)]
 
 
+@pytest.mark.long
 def test_megatron_on_lazy_groups(tmp_path: Path) -> None:
     """An update at TP2xPP2, saved, then one at PP2xVPP2xDP2 from that checkpoint."""
     write_batch(tmp_path)

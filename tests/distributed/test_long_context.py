@@ -11,15 +11,25 @@ from __future__ import annotations
 import itertools
 import json
 import pickle
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 from safetensors.torch import load_file
 
+from benchmarks.policies import trajectory_of
+from benchmarks.shared_prompts import CHUNK, build_policy, make_checkpoint, run_policy
+from rpg_megatron.config.policy import ParallelSettings
+from rpg_megatron.policy.model import start_mesh
+from rpg_megatron.policy.policy import Policy
+from tests.support.allocations import AllocationWatch
 from tests.support.layouts import SMOOTH, make_case, make_layout_model, ragged_batch
-from tests.support.ranks import run_ranks
+from tests.support.ranks import ranks, run_ranks
 
+TOKENS, VOCABULARY = 8192, 151_936
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "TP1": (1, {}),
     "TP2": (2, {"tensor": 2}),
@@ -133,6 +143,48 @@ def test_long_packs_equal_one_sequence_at_a_time_in_every_layout(tmp_path: Path,
         compare(tmp_path, results, name, "alone")
 
 
+def plain_peak(tokens: int, *, backward: bool) -> int:
+    """Peak bytes of log_softmax and entropy on full logits, beyond weight and hidden states."""
+    hidden = torch.randn(tokens, 256, requires_grad=backward)
+    weight = torch.randn(VOCABULARY, 256, requires_grad=backward)
+    targets = torch.randint(0, VOCABULARY, (tokens, 1))
+    with AllocationWatch() as watch:
+        log_p = torch.log_softmax(hidden @ weight.t() / 0.7, -1)
+        rows = log_p.gather(1, targets)[:, 0] - (log_p.exp() * log_p).sum(-1)
+        if backward:
+            rows.sum().backward()
+    return watch.peak - (4 * weight.numel() if backward else 0)
+
+
+def head_peaks(policy: Policy) -> dict[str, Any]:
+    """Peak bytes of our log-prob pass and update, without the gradient of the output weight, and the elements
+    of their largest tensor.
+    """
+    rng = np.random.default_rng(0)
+    cuts = [0, 1, 9, TOKENS // 16, TOKENS // 3, TOKENS]
+    sequences = [rng.integers(1, VOCABULARY, b - a + 1).astype(np.int32) for a, b in pairwise(cuts)]
+    packs = [policy.pack([trajectory_of(s, 1, i) for i, s in enumerate(sequences)])]
+    assert packs[0].size == TOKENS
+    with AllocationWatch() as scoring:
+        policy.logprobs(packs)
+    with AllocationWatch() as update:
+        run_policy(policy, packs)
+    largest = max(torch.Size(w.largest).numel() for w in (scoring, update))
+    return {"scoring": scoring.peak, "update": update.peak - 4 * 256 * VOCABULARY, "largest": largest}
+
+
+@ranks(1)
+def measure_peaks(folder: Path) -> dict[str, Any]:
+    """Peaks of the log-prob head, ours and plain torch's."""
+    mesh, device = start_mesh(ParallelSettings()), torch.device("cpu")
+    model = make_checkpoint(folder / "model", VOCABULARY)
+    result = head_peaks(build_policy(model, mesh, device, TOKENS))
+    result |= {"tokens": TOKENS, "vocab": VOCABULARY, "chunk": CHUNK}
+    for name, backward in (("scoring", False), ("update", True)):
+        result[f"plain {name}"] = [plain_peak(n, backward=backward) for n in (1024, 2048)]
+    return result
+
+
 @pytest.mark.long
 @pytest.mark.timeout(3000)
 def test_memory_at_8192_tokens_and_a_real_vocabulary(tmp_path: Path) -> None:
@@ -141,7 +193,7 @@ def test_memory_at_8192_tokens_and_a_real_vocabulary(tmp_path: Path) -> None:
     Hidden states are those of the two layers that are kept, what the layers add while they are computed
     again included. Plain torch needs over ten times as much at 8192 tokens, by a line through 1024 and 2048.
     """
-    peaks = run_ranks("tests.distributed.memory_worker", 1, tmp_path, timeout=2400)
+    peaks = measure_peaks(tmp_path, timeout=2400)
     tokens, vocab, chunk = peaks["tokens"], peaks["vocab"], peaks["chunk"]
     assert (tokens, vocab) == (8192, 151936)
     hidden_states = 4 * tokens * 256 * 3  # what goes into each layer, and what comes out of the last

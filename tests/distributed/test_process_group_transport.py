@@ -7,7 +7,6 @@ workers are readers in the test's process, without vLLM (tests/integration has t
 import itertools
 import os
 import threading
-import time
 from pathlib import Path
 
 import pytest
@@ -31,13 +30,13 @@ SHAPE = tiny_shape(tied_embeddings=True)
 LAYOUT = mapping_for(SHAPE)
 
 
-def _rank(rank, commands, answers, folder, bucket_bytes, dtype, private):
+def _rank(rank, commands, answers, folder, bucket_bytes, dtype, private, timeout):
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=2)
     place = grid(SHAPE, 2, 1, vocab_multiple=16)[rank]
     params = stage_values(LAYOUT, place, 1, random_state_dict(LAYOUT))
     publisher = GroupPublisher(
-        "127.0.0.1", place, params, LAYOUT, dtype, timeout=4.0, bucket_bytes=bucket_bytes, private=private
+        "127.0.0.1", place, params, LAYOUT, dtype, timeout=timeout, bucket_bytes=bucket_bytes, private=private
     )
     while (command := commands.get()) is not None:
         if command == "retract":
@@ -56,8 +55,8 @@ def _rank(rank, commands, answers, folder, bucket_bytes, dtype, private):
 def trainers(tmp_path):
     ranks = []
 
-    def make(bucket_bytes=3000, dtype=torch.float32, private=None):
-        ranks.append(PublishingRanks(_rank, 2, tmp_path, bucket_bytes, dtype, private))
+    def make(bucket_bytes=3000, dtype=torch.float32, private=None, timeout=60.0):
+        ranks.append(PublishingRanks(_rank, 2, tmp_path, bucket_bytes, dtype, private, timeout))
         return ranks[-1]
 
     yield make
@@ -174,7 +173,7 @@ def test_a_check_without_an_apply_leaves_nothing_behind(trainers):
 
 
 def test_what_is_stale_or_elsewhere_is_refused(trainers):
-    t = trainers()
+    t = trainers(timeout=4.0)
     reader = GroupReader(torch.device("cpu"))
     manifest = t.publish(1, 4)
     with pytest.raises(ShardError, match="serve version 4, asked for 5"):
@@ -188,10 +187,8 @@ def test_what_is_stale_or_elsewhere_is_refused(trainers):
     t.tell("retract")
     # The trainers have retracted the publication: no rank serves what the manifest names.
     reader.open(manifest.place, 4)
-    began = time.monotonic()
     with pytest.raises(ShardError, match=r"trainer rank [01] does not answer"):
         reader.check(halves(0))
-    assert time.monotonic() - began < 60
 
 
 def test_publishing_again_ends_the_service_of_what_was_published(tmp_path):
@@ -213,7 +210,7 @@ def test_publishing_again_ends_the_service_of_what_was_published(tmp_path):
 
 @pytest.mark.parametrize("when", ["before the check", "before the apply", "in the apply"])
 def test_a_dead_trainer_rank_is_named_within_the_timeout(trainers, when):
-    t = trainers()
+    t = trainers(timeout=4.0)
     reader = GroupReader(torch.device("cpu"))
     manifest = t.publish(1, 1)
     read(reader, manifest, halves(0))

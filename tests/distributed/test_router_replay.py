@@ -50,7 +50,7 @@ FEW = {"TP2+SP, EP2, full recompute": MORE_LAYOUTS["TP2+SP, EP2, full recompute"
         pytest.param("qwen3_moe", ONE | MORE_LAYOUTS, marks=pytest.mark.long),
         ("qwen3_next", ONE | FEW),
         pytest.param("qwen3_next", LAYOUTS | MORE_LAYOUTS, marks=pytest.mark.long),
-        ("glm4_moe", ONE | FEW),
+        pytest.param("glm4_moe", ONE | FEW, marks=pytest.mark.long),
         pytest.param("glm4_moe", LAYOUTS | MORE_LAYOUTS, marks=pytest.mark.long),
         ("deepseek_v3", ONE | FEW),
         pytest.param("deepseek_v3", LAYOUTS | MORE_LAYOUTS, marks=pytest.mark.long),

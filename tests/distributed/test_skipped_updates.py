@@ -36,7 +36,7 @@ CASES = {
 }
 
 
-FEW = ("TP2, a parameter that is cut", "PP2", "DP2, distributed", "DP2, schedule-free", "TP2, Muon")
+FEW = ("TP2, a parameter that is cut", "DP2, distributed", "DP2, schedule-free")
 """Cases of the default tier."""
 
 

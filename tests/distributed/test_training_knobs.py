@@ -10,16 +10,72 @@ covered: the gradient of a KL in the reward (tests/unit/test_baselines.py).
 from __future__ import annotations
 
 import itertools
-import json
 import pickle
 from collections import defaultdict
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
+from rpg_megatron.config import Settings
+from rpg_megatron.policy.model import Mesh, start_mesh
+from rpg_megatron.system.collectives import gather_objects
+from rpg_megatron.training.batch import Batch
+from rpg_megatron.training.batch_scatter import iter_trajectories
+from rpg_megatron.training.trainer import Trainer
+from tests.support.batches import prepare
 from tests.support.layouts import make_case, write_rewarded_batch
-from tests.support.ranks import run_ranks
+from tests.support.ranks import ranks
+
+
+def make(case: dict[str, Any], mesh: Mesh, epochs: int) -> Trainer:
+    sections = case["settings"] | {"training": case["settings"]["training"] | {"ppo_epochs": epochs}}
+    return Trainer(Settings.model_validate(sections), mesh, torch.device("cpu"))
+
+
+def scored(trainer: Trainer, folder: Path) -> Batch:
+    batch = prepare(trainer, pickle.loads((folder / "batch.pkl").read_bytes()))
+    trainer.scorer.compute_log_probs(batch)
+    return batch
+
+
+def weights(trainer: Trainer) -> float:
+    """A number that almost surely changes with any bit of a weight."""
+    return sum(p.detach().double().sin().sum().item() for _, p in trainer.policy.named_parameters())
+
+
+@ranks(2)
+def train(folder: Path, case: dict[str, Any]) -> dict[str, Any]:
+    mesh = start_mesh(Settings.model_validate(case["settings"]).parallel)
+
+    trainer, calls = make(case, mesh, 2), []
+    batch = scored(trainer, folder)
+    before = [t.old.copy() for t in batch.mine]
+    trainer.update(1, batch, lambda done, total: calls.append([done, total]))
+    assert all(np.array_equal(t.old, old) for t, old in zip(batch.mine, before, strict=True))
+    epochs = weights(trainer)
+    second = scored(trainer, folder)  # the policy has left the anchor
+    rows = [
+        (t.group, t.sample, float((t.old.astype(np.float64) - t.anchor)[t.mask].sum()), t.advantage)
+        for t in iter_trajectories(second.minibatches)
+    ]
+    everyone = gather_objects(rows)
+
+    once, twice = make(case, mesh, 1), make(case, mesh, 1)
+    first = scored(twice, folder)
+    first.minibatches = first.minibatches * 2
+    for each, share in ((once, scored(once, folder)), (twice, first)):
+        each.update(1, share, lambda done, total: None)
+    return {
+        "ranks": everyone,
+        "row": second.metrics,
+        "calls": calls,
+        "epochs": epochs,
+        "once": weights(once),
+        "twice": weights(twice),
+    }
 
 
 def test_kl_in_the_reward_and_several_passes(tmp_path: Path) -> None:
@@ -48,8 +104,7 @@ def test_kl_in_the_reward_and_several_passes(tmp_path: Path) -> None:
             "optimizer": {"lr": 1e-2, "warmup_steps": 0, "distributed": False},
         },
     )
-    (tmp_path / "case.json").write_text(json.dumps(case))
-    result = run_ranks("tests.distributed.training_knobs_worker", 2, tmp_path)
+    result = train(tmp_path, case)
 
     by_sample = defaultdict(list)
     for group, sample, *values in itertools.chain.from_iterable(result["ranks"]):

@@ -27,6 +27,7 @@ from rpg_megatron.bridge.vllm.sync_route import sum_acks
 from rpg_megatron.models.partition import RankCoordinates
 from rpg_megatron.models.registry import mapping_for
 from tests.support.bridge_trainers import PublishingRanks
+from tests.support.launcher import LIMIT, wait_for
 from tests.support.megatron_shards import grid, stage_shapes, stage_values
 from tests.support.sockets import listening_ports
 from tests.support.tiny_models import random_state_dict, tiny_shape
@@ -44,7 +45,7 @@ def _rank(rank, commands, answers, folder, tensor, data):
     place = RankCoordinates(rank, tensor, rank % tensor, 0, rank // tensor, 0, vocab_multiple=16)
     params = stage_values(LAYOUT, place, 1, random_state_dict(LAYOUT))
     publisher = GroupPublisher(
-        "127.0.0.1", place, params, LAYOUT, torch.float32, timeout=20.0, bucket_bytes=30_000
+        "127.0.0.1", place, params, LAYOUT, torch.float32, timeout=3000.0, bucket_bytes=30_000
     )
     sent = [0]
     send = Link.send
@@ -166,10 +167,8 @@ def test_ranks_stop_serving_when_the_store_is_gone(trainers):
     reader.check(boxes_read(0) + boxes_read(1))  # both ranks serve
     t.processes[0].kill()  # the store is in rank 0
     t.processes[0].join()
-    began = time.monotonic()
     t.commands[1].put("retract")
-    assert t.answers.get(timeout=60)[0] == 1
-    assert time.monotonic() - began < 20
+    assert t.answers.get(timeout=LIMIT)[0] == 1, "long before the transport's own limit"
 
 
 class Counted:
@@ -190,8 +189,9 @@ def test_a_wait_for_a_request_blocks_in_the_store():
     requests = []
     thread = threading.Thread(target=lambda: requests.append(waiting.wait_request("inbox")), daemon=True)
     thread.start()
+    wait_for(lambda: "queue_pop" in waiting.store.calls)
     time.sleep(0.5)
-    assert waiting.store.calls == ["set_timeout", "queue_pop"]
+    assert waiting.store.calls == ["set_timeout", "queue_pop"], "no call while it waits"
     host.store.queue_push("inbox", "unsigned")
     host.send_request("inbox", {"kind": "hello"})
     thread.join(60)

@@ -51,7 +51,7 @@ def launch(tmp_path: Path, config_file: Path) -> Iterator[Callable[..., Launch]]
     for launcher in started:
         launcher.process.kill()
         launcher.process.communicate()
-        wait_for(lambda launcher=launcher: not living(launcher.stand_ins()), 20)
+        wait_for(lambda launcher=launcher: not living(launcher.stand_ins()))
 
 
 @pytest.fixture
@@ -68,7 +68,7 @@ def pair(tmp_path: Path, config_file: Path) -> Iterator[Callable[..., Pair]]:
         for launcher in nodes.launchers:
             launcher.kill()
             launcher.wait()
-        wait_for(lambda nodes=nodes: not nodes.living(), 20, nodes.logs)
+        wait_for(lambda nodes=nodes: not nodes.living(), message=nodes.logs)
 
 
 @pytest.fixture(name="forked_starts", scope="module")

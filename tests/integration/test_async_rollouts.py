@@ -34,7 +34,7 @@ from rpg_megatron.rollout.seeds import stop_tokens
 from rpg_megatron.rollout.worker import Worker
 from rpg_megatron.system.events import EventSender
 from tests.support.bridge_trainers import alone_params, published
-from tests.support.engine import Engine, running_engines
+from tests.support.engine import Engine, running_engines, sampled_tokens
 
 SIZE, SAMPLES = 4, 4
 MOST_VERSIONS = 20
@@ -255,14 +255,6 @@ async def interrupted(
         for client in clients:
             await client.close()
     return batches, probes
-
-
-async def sampled_tokens(engine: Engine) -> tuple[float, float]:
-    """Number of tokens that the engine has sampled since its start, and of requests that it has."""
-    status, text = await asyncio.to_thread(engine.call, "GET", "/metrics/")
-    assert status == 200
-    metrics = read_metrics(text)
-    return metrics["vllm:generation_tokens_total"], metrics["vllm:num_requests_running"]
 
 
 def versions_of(trajectories: list[Trajectory]) -> set[int]:

@@ -178,9 +178,8 @@ def test_interrupted_with_two_steps_on_the_device(rig):
         engine = CheckedEngine(rig)
         await engine.sync(engine.publish(2))
         manifest = engine.publish(3)
-        running = [asyncio.create_task(engine.ask(request)) for request in requests]
-        await asyncio.sleep(0.3)
-        with Hold(rig.engine.bridge) as hold:
+        with Hold(rig.engine.bridge, steps=60) as hold:
+            running = [asyncio.create_task(engine.ask(request)) for request in requests]
             await asyncio.to_thread(hold.wait)
             sync = asyncio.create_task(engine.sync(manifest, interrupt=True))
             late = asyncio.create_task(engine.ask(requests[0]))

@@ -17,6 +17,8 @@ import pytest
 
 from tests.support.launcher import Launch, assert_nothing_left
 
+pytestmark = pytest.mark.usefixtures("forked_starts")
+
 CLEAN = {
     "clean": True,
     "dtype": "float32",

@@ -124,7 +124,7 @@ def test_an_engine_that_does_not_come_up_shows_its_log(command, config_file: Pat
     # The option is valid, but no sequence fits into such a cache.
     with forked_starts():
         train = command("train", str(config_file), "engine.arguments=[--kv-cache-memory-bytes=4096]")
-        code, err = train.finish(180)
+        code, err = train.finish()
     assert code == 2, err
     assert err.startswith("error: engine 0 ")
     assert "ValueError: No available memory for the cache blocks." in err
@@ -137,14 +137,16 @@ def test_an_engine_that_does_not_come_up_shows_its_log(command, config_file: Pat
 
 def test_an_engine_that_is_too_slow_is_ended(command, config_file: Path):
     train = command("train", str(config_file), "engine.start_timeout=3")
-    code, err = train.finish(120)
+    code, err = train.finish()
     assert code == 2, err
     assert "engine.start_timeout" in err
     train.assert_nothing_left()
 
 
-# 6 s: the engine imports. When it is up, the next test kills it; test_launcher has more, with stand-ins.
-@pytest.mark.parametrize("seconds", [0.3, 1.0, 6.0, pytest.param(20.0, marks=pytest.mark.long)])
+# When the engine is up, the next test kills it; test_launcher has more, with stand-ins.
+@pytest.mark.parametrize(
+    "seconds", [1.0, *(pytest.param(seconds, marks=pytest.mark.long) for seconds in (0.3, 6.0, 20.0))]
+)
 def test_ctrl_c_while_starting(command, config_file: Path, seconds: float):
     # Enough steps that a fast machine still trains when the signal comes.
     train = command("train", str(config_file), "training.steps=100000")
@@ -178,9 +180,9 @@ def test_a_signal_when_the_engine_is_up(
     # vLLM's workers share memory only in its build for AVX-512.
     assert [f for f in files if "cpushm" in f.name] or "avx512f" not in Path("/proc/cpuinfo").read_text()
     train.process.send_signal(number)
-    returned, _ = train.finish(60)
+    returned, _ = train.finish()
     assert returned == code
-    train.assert_nothing_left(seconds=10)
+    train.assert_nothing_left(60)
     assert [file for file in files if file.exists()] == []
     metrics = config_file.parent / "runs" / "tiny-001" / "metrics.jsonl"
     rows = [json.loads(line) for line in metrics.read_text().splitlines()[:3]]

@@ -4,8 +4,9 @@ Real Megatron ranks, changed by random noise between syncs, and real vLLM engine
 that start with weights of their own. What is compared are log-probs of tokens that the engines sampled, also
 of responses that were under way when the weights changed: engines are held there, so that each token must
 be of the old weights or of the new ones. As a control, an engine gets the old weights back for one token,
-which the same comparison finds in each response. All but one layout of experts is long: test_bridge_vllm has
-the same for one dense family. Not covered: GPUs, CUDA IPC, NCCL, several machines.
+which the same comparison finds in each response. The default tier has one rank and one worker, for a mixture
+with latent attention, a hybrid's adapters and YaRN; test_bridge_vllm has more for one dense family. Not
+covered: GPUs, CUDA IPC, NCCL, several machines.
 
 A router's tie that an engine decides otherwise changes log-probs by up to some nats. With its sync at 54
 tokens ``test_experts`` has one, at token 373 of the third response (logits 2e-7 apart). The comparison
@@ -45,6 +46,7 @@ EXPERTS: dict[int, dict[str, dict[str, Any]]] = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("forked_starts")
 def test_experts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with bridge_engines(tmp_path, "qwen3-moe", [1]) as engines:
@@ -100,6 +102,7 @@ def test_every_family_after_five_perturbations(
         check_matrix(tmp_path, engines, name, WORLDS, 5, capsys)
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("forked_starts")
 def test_hybrid(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with bridge_engines(tmp_path, "qwen3.5", [1]) as engines:
@@ -115,6 +118,7 @@ def test_positions_beyond_the_original_ones(
         check_matrix(tmp_path, engines, name, {1: HYBRID[1]}, 1, capsys, tolerance=1e-4)
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("forked_starts")
 def test_sigmoid_router(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with bridge_engines(tmp_path, "glm-4.5", [1]) as engines:

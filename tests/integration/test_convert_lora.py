@@ -16,20 +16,58 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from rpg_megatron.checkpoints.peft import ADAPTER_WEIGHTS
+from rpg_megatron.checkpoints.hf_import import load_hf_weights
+from rpg_megatron.checkpoints.index import StoredPart
+from rpg_megatron.checkpoints.megatron import plan_save
+from rpg_megatron.checkpoints.peft import ADAPTER_WEIGHTS, check_adapter
 from rpg_megatron.commands.convert.command import convert_to_hf, open_megatron
 from rpg_megatron.commands.convert.inspect import inspect_checkpoint
 from rpg_megatron.config import UserError, read_model_shape
 from rpg_megatron.config.lora import LINEAR_TARGETS, LoraSettings
+from rpg_megatron.config.policy import ModelSettings, ParallelSettings, PrecisionSettings
 from rpg_megatron.launcher.stopping import StopSignals
-from rpg_megatron.models.lora import weight_name
+from rpg_megatron.models.lora import AdapterMapping, split_parameters, weight_name
+from rpg_megatron.policy.lora import LoraModel
+from rpg_megatron.policy.model import build_model, named_parameters, start_mesh, transformer_config
+from rpg_megatron.system.collectives import barrier, gather_on_first
+from rpg_megatron.system.dtypes import torch_dtype
 from tests.support.peft_adapters import save_random_adapter
-from tests.support.ranks import run_ranks
+from tests.support.ranks import ranks
 from tests.support.run_checkpoints import write_step
 from tests.support.tiny_models import AWKWARD, make_model
+
+
+@ranks(2)
+def save_adapter(folder: Path, dtype: torch.dtype) -> None:
+    """Write an adapter of PEFT's as the Megatron checkpoint of a LoRA run, without optimizer.
+
+    folder: has model, adapter and lora.json. dtype: of the checkpoint.
+    """
+    parallel = ParallelSettings(tensor=dist.get_world_size())
+    mesh = start_mesh(parallel)
+    shape = read_model_shape(folder / "model")
+    lora = LoraSettings.model_validate_json((folder / "lora.json").read_text())
+    config = transformer_config(shape, parallel, PrecisionSettings(dtype="float32"))
+    config.params_dtype = config.pipeline_dtype = dtype
+    (model,) = build_model(shape, config, ModelSettings(path=folder / "model"), mesh)
+    LoraModel([model], shape, lora, seed=0)
+    mapping = AdapterMapping(shape, lora)
+    load_hf_weights(
+        folder / "adapter",
+        split_parameters(dict(named_parameters([model])))[1].items(),
+        mapping,
+        mesh.coordinates(1),
+        stored=check_adapter(folder / "adapter", mapping),
+    )
+    planned = plan_save(folder / "saved", [model], stage=False)
+    if everyone := gather_on_first(planned.write(), list[StoredPart]):
+        planned.finish(everyone)
+    barrier()
+
 
 pytestmark = pytest.mark.usefixtures("forked_starts")
 
@@ -52,7 +90,7 @@ class Case:
     def step(self, run: Path, dtype: str) -> Path:
         """The adapter as a checkpoint of a LoRA run with two tensor-parallel ranks."""
         (self.folder / "saved").mkdir()
-        run_ranks("tests.integration.adapters_worker", 2, self.folder, dtype)
+        save_adapter(self.folder, torch_dtype(dtype))
         settings = json.dumps(self.lora.model_dump(mode="json"))
         saved = self.folder / "saved"
         step = write_step(run, 1, self.folder / "model", saved, tensor=2, lora=settings, dtype=dtype)
@@ -60,7 +98,7 @@ class Case:
         return step
 
 
-@pytest.fixture(scope="module", params=["qwen3", "qwen3_5"])
+@pytest.fixture(scope="module", params=[pytest.param("qwen3", marks=pytest.mark.long), "qwen3_5"])
 def case(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Case:
     folder, hybrid = tmp_path_factory.mktemp("case"), request.param == "qwen3_5"
     lora = HYBRID_LORA if hybrid else LORA

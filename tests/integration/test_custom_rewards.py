@@ -309,7 +309,7 @@ def judge() -> Iterator[StandInJudge]:
 
 
 def judged(judge: StandInJudge, **more: Any) -> dict[str, Any]:
-    quick = {"timeout": 1.0, "retries": 1, "backoff": 0.01, "question": "{response}", "highest": 100}
+    quick = {"timeout": 3.0, "retries": 1, "backoff": 0.01, "question": "{response}", "highest": 100}
     base = {"type": "rpg_megatron.rewards.judge:Judge", "url": judge.url, "model": "m"}
     return base | quick | {"failed": -0.5, "prompt_cost": 2.0, "output_cost": 10.0, "rest_after": 99} | more
 
@@ -349,14 +349,14 @@ def test_a_judge_that_fails_costs_scores_and_counts_them(
     )
     assert judge.keys == {"bearer s3cret"}
     logged = capfd.readouterr().err  # the process's, which goes to the sampler's log
-    for kind in ("within 1 s", "status 500", "status 401", "than a chat completion", "no score between"):
+    for kind in ("within 3 s", "status 500", "status 401", "than a chat completion", "no score between"):
         assert logged.count(kind) == 1, logged
     assert "s3cret" not in logged + caplog.text + "".join(s.reason for s in results)
     causes = {failure.detail for score in results for failure in score.failures}
     assert causes == {
         f"judge $URL_OF_TEST: {cause}"
         for cause in (
-            "did not answer within 1 s",
+            "did not answer within 3 s",
             "answered with status 500",
             "answered with status 401",
             "answered with something else than a chat completion",

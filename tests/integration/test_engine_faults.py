@@ -71,14 +71,14 @@ def test_an_engine_that_dies_twice_in_the_same_way(
 
         def die(message: str, step: int) -> str:
             """The message that is shown when it dies after a step with a message in its log."""
-            wait_for(has_begun, 30)
+            wait_for(has_begun)
             StandIn.up.add(0)
             engines.check(lambda: False)
             assert engines.all_up
             shown.step = step
             (tmp_path / "w").write_text(message)
             (tmp_path / "w").rename(words)
-            wait_for(lambda: cluster.pump() or not engine.runs, 30)
+            wait_for(lambda: cluster.pump() or not engine.runs)
             engines.check(lambda: False)
             return next(text for text in reversed(messages) if "restart" in text)
 
@@ -153,7 +153,7 @@ def test_a_failed_start_is_repeated_once_with_runner_v1(
             StandIn.up.add(1)
         if another == "is up":
             engines.check(lambda: False)
-        wait_for(has_ended, 30)
+        wait_for(has_ended)
         if starts == 2:
             engines.check(lambda: False)
             (warning,) = [text for text in messages if text.startswith("warning")]
@@ -161,13 +161,13 @@ def test_a_failed_start_is_repeated_once_with_runner_v1(
                 "warning: engine 0 ended while starting: NotImplementedError: no kernel; starting it once "
                 "more with vLLM's model runner V1 (VLLM_USE_V2_MODEL_RUNNER=0); log: "
             )
-            wait_for(lambda: "runner V1" in first.process.log.read_text(), 30)
+            wait_for(lambda: "runner V1" in first.process.log.read_text())
         if "sleep" in script:
             StandIn.up.add(0)
             engines.check(lambda: False)
             assert engines.all_up
         else:
-            wait_for(has_ended, 30)
+            wait_for(has_ended)
             with pytest.raises(UserError, match="arguments" if script is REFUSES else "ended while starting"):
                 engines.check(lambda: False)
     assert first.process.log.read_text().count("no kernel") + first.process.log.read_text().count(

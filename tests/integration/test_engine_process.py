@@ -24,7 +24,7 @@ from rpg_megatron.engine.process import EngineProcess, engine_socket
 from rpg_megatron.launcher.engines import Engines
 from tests.support.commands import read_proc_file, read_stats
 from tests.support.engine import wait_healthy
-from tests.support.launcher import single_node
+from tests.support.launcher import LIMIT, single_node, wait_for
 
 SERVER = """
 import http.server, os, socketserver, subprocess, sys, time, signal
@@ -40,7 +40,8 @@ if mode == "leaves":
         f.truncate(4096)
         mapped = mmap.mmap(f.fileno(), 4096)
     print("made", name, flush=True)
-    time.sleep(1.5)
+    while not os.path.exists(os.path.join(os.path.dirname(path), "noted")):
+        time.sleep(0.02)
     os._exit(0)  # all of its processes end, and nothing maps the file any more
 if mode == "deaf":
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
@@ -60,7 +61,7 @@ socketserver.UnixStreamServer(path, Handler).serve_forever()
 
 @pytest.fixture
 def settings(config_file: Path) -> Settings:
-    return load_settings(config_file, ["engine.start_timeout=20"])
+    return load_settings(config_file, [f"engine.start_timeout={LIMIT}"])
 
 
 def make(settings: Settings, folder: Path, mode: str, monkeypatch: pytest.MonkeyPatch) -> EngineProcess:
@@ -72,13 +73,6 @@ def make(settings: Settings, folder: Path, mode: str, monkeypatch: pytest.Monkey
 
 def members(group: int) -> list[int]:
     return [pid for pid, stat in read_stats().items() if int(stat[2]) == group]
-
-
-def wait_for(condition, seconds: float = 10.0) -> bool:  # type: ignore[no-untyped-def]
-    end = time.monotonic() + seconds
-    while not condition() and time.monotonic() < end:
-        time.sleep(0.05)
-    return condition()
 
 
 # -- life ----------------------------------------------------------------------------------------------------
@@ -93,7 +87,7 @@ def test_starts_answers_and_stops(
     engine.stop()  # nothing to do
     for _ in range(2):  # and once more after a stop
         engine.start()
-        wait_healthy(engine, 20)
+        wait_healthy(engine, LIMIT)
         assert engine.alive()
         assert engine.healthy()
         assert [f.stat().st_mode & 0o777 for f in (engine.log, engine.socket)] == [0o600, 0o700]
@@ -110,8 +104,11 @@ def test_starts_answers_and_stops(
         assert not engine.healthy()
 
 
-def error_of_start(settings: Settings, folder: Path) -> str:
-    """The message of a run whose first engine does not start; no process of it is left."""
+def error_of_start(settings: Settings, folder: Path, begun: str = "") -> str:
+    """The message of a run whose first engine does not start; no process of it is left.
+
+    begun: what its log has before anybody looks whether it has started.
+    """
     shown: Any = SimpleNamespace(status=lambda _: None)
     with single_node(settings, folder) as (cluster, agent):
         engines = Engines(settings, folder, cluster, shown, restarts=0)
@@ -120,9 +117,12 @@ def error_of_start(settings: Settings, folder: Path) -> str:
         assert group is not None
 
         def watch() -> None:
+            wait_for(lambda: begun in (folder / "logs" / "engine_0.log").read_text())
             while not engines.all_up:
                 cluster.pump()
                 engines.check(lambda: False)
+                if agent._engines[0].segments:
+                    (folder / "noted").touch()
                 time.sleep(0.05)
 
         with pytest.raises(UserError) as error:
@@ -150,11 +150,12 @@ def test_an_option_that_vllm_refuses_is_one_line(
 def test_broken_and_stuck_engines_say_why(
     config_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mode: str, problem: str
 ) -> None:
-    settings = load_settings(config_file, ["engine.start_timeout=2"])
+    settings = load_settings(config_file, [f"engine.start_timeout={2 if mode == 'stuck' else LIMIT}"])
     make(settings, tmp_path, mode, monkeypatch)
-    message = error_of_start(settings, tmp_path)
+    begun = f"starting in mode {mode}"
+    message = error_of_start(settings, tmp_path, begun)
     assert re.match(rf"engine 0 {problem}; the end of .*engine_0\.log", message), message
-    assert f"starting in mode {mode}" in message
+    assert begun in message
 
 
 def test_shared_memory_of_a_failed_start_is_removed(
@@ -177,7 +178,7 @@ def test_wrong_token_is_a_bug_of_ours(
     engine = make(settings, tmp_path, "good", monkeypatch)
     engine.start()
     try:
-        wait_healthy(engine, 20)
+        wait_healthy(engine, LIMIT)
         engine._token = "wrong"
         with pytest.raises(RuntimeError, match="rejected the token"):
             engine.healthy()
@@ -191,15 +192,15 @@ def test_no_process_survives_a_stop_or_a_kill(
 ) -> None:
     engine = make(settings, tmp_path, mode, monkeypatch)
     engine.start()
-    wait_healthy(engine, 20)
+    wait_healthy(engine, LIMIT)
     group = engine.pid
     assert group is not None
     if mode == "good":
         os.kill(group, signal.SIGKILL)
-        assert wait_for(lambda: not engine.alive())
+        wait_for(lambda: not engine.alive())
         assert members(group)  # its child is still there
     engine.stop(grace=0.3)
-    assert wait_for(lambda: not members(group), 2.0)
+    wait_for(lambda: not members(group))
     assert not engine.socket.exists()
 
 
@@ -222,12 +223,11 @@ time.sleep(600)
     try:
         assert launcher.stdout is not None
         group = int(launcher.stdout.readline())
-        assert wait_for(lambda: any(b"sleep" in read_proc_file(p, "cmdline") for p in members(group)))
-        time.sleep(0.3)
+        wait_for(lambda: any(b"sleep" in read_proc_file(p, "cmdline") for p in members(group)))
     finally:
         launcher.kill()
         launcher.wait()
-    assert wait_for(lambda: not members(group))
+    wait_for(lambda: not members(group))
 
 
 def test_a_socket_path_that_is_too_long(

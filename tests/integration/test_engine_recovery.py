@@ -60,7 +60,7 @@ class Run(TrainCommand):
 
     def assert_done_like(self, other: Run, restarts: int) -> None:
         """It ended well, with what the other run sampled and that many restarts in its metrics."""
-        code, err = self.finish(600)
+        code, err = self.finish()
         assert code == 0, self.out.read_text() + err
         rows = self.rows()
         assert [row["step"] for row in rows] == list(range(STEPS + 1))
@@ -93,7 +93,7 @@ def start(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., Ru
 def undisturbed(start: Callable[..., Run]) -> Run:
     """The same run, undisturbed."""
     run = start("undisturbed")
-    code, err = run.finish(600)
+    code, err = run.finish()
     assert code == 0, run.out.read_text() + err
     assert sum(row["engine/restarts"] + row["engine/requests_resent"] for row in run.rows()) == 0
     assert run.samples()[0] != run.samples()[1]
@@ -110,8 +110,7 @@ def test_an_engine_killed_in_a_rollout_and_in_a_sync(start: Callable[..., Run], 
     engine = run.wait_for_engine()  # searched for now, since the update may be over in less than a second
     run.wait_for_rollouts(1)
     process_groups.send([engine], signal.SIGSTOP)
-    run.wait(lambda: run.published() == 1)
-    time.sleep(1.0)  # the sampler has begun the sync and waits for an answer
+    run.wait_for_sync_of(0, 1)
     kill(engine)
     run.wait_for_restart(2)
 
@@ -240,9 +239,9 @@ def test_a_warning_in_an_evaluation_puts_it_off(start: Callable[..., Run], undis
     run.wait_for_rollouts(2)
     run.wait(lambda: run.published() == 2)
     os.kill(engine, signal.SIGSTOP)  # holds the sync, or the evaluation that follows
-    time.sleep(2)
+    run.wait_for_sync_of(0, 2)
     run.process.send_signal(signal.SIGTERM)
-    code, err = run.finish(300)
+    code, err = run.finish()
     assert code == 75, err
     run.assert_nothing_left()
     state = json.loads((run.run / "checkpoints" / "step_000002" / "state.json").read_text())
@@ -263,7 +262,7 @@ def test_a_dead_rank_in_a_sync_by_process_groups(start: Callable[..., Run]) -> N
     sampler = run.sampler()
     run.wait_for_rollouts(1)
     os.kill(sampler, signal.SIGSTOP)
-    time.sleep(10)  # publishing is not visible from outside; the run waits there
+    run.wait(lambda: "update\nsync\n" in run.out.read_text())  # it waits there
     run.lose_rank_in_a_sync()
 
 
@@ -274,7 +273,7 @@ def test_damaged_parameters_end_the_run(start: Callable[..., Run]) -> None:
     run.wait_for_sync(1)
     flip(run.bridge / "shard-00000.bin")
     os.kill(run.sampler(), signal.SIGCONT)
-    code, err = run.finish(180)
+    code, err = run.finish()
     assert code == 2
     assert err.startswith("error: weights of version 1 changed after they were first published: ")
     assert "shard-00000.bin of trainer rank 0" in err
@@ -303,8 +302,7 @@ def test_one_of_two_engines_killed_in_a_sync(
     engine = run.wait_for_engine(1)
     run.wait_for_rollouts(1)
     process_groups.send([engine], signal.SIGSTOP)
-    run.wait(lambda: "update\nsync\n" in run.out.read_text())  # that of step 1
-    time.sleep(2.0)
+    run.wait_for_sync_of(1, 1)
     kill(engine)
     run.wait_for_restart(1)
     assert "cannot start a weight update" in run.out.read_text()
@@ -329,7 +327,7 @@ def test_more_deaths_than_restarts(start: Callable[..., Run]) -> None:
     run.wait_for_restart(1, of=1)
     run.wait_for_rollouts(1)
     kill(run.engine())
-    code, err = run.finish(180)
+    code, err = run.finish()
     assert code == 1
     assert err.startswith("error: engine 0 ")
     assert "(already restarted 1 of 1 times: engine.restarts)" in err

@@ -162,7 +162,7 @@ def test_16_engines_end_at_once(
         try:
             engines.start()
             leaders = [process.pid or 0 for process in agent._engines.values()]
-            wait_for(lambda: number("up") == 16, 60)
+            wait_for(lambda: number("up") == 16)
             opener.start()
             end(engines, agent)
             assert number("left") == 16  # none was killed

@@ -179,7 +179,7 @@ def test_new_responses_of_a_run_are_sampled_and_graded(
     (run / "config.yaml").write_text(resolved_yaml(load_settings(QUICKSTART.with_suffix(".yaml"))))
     text = [] if prompt is None else ["--prompt", prompt]
     sample = Command(tmp_path, "sample", str(run), "--live", "--step", "2", "-n", "3", *text)
-    code, err = sample.finish(600)
+    code, err = sample.finish()
     assert code == 0, err
     assert re.search(pattern, sample.out.read_text())
     assert sample.out.read_text().count("-- response") == 3

@@ -52,7 +52,7 @@ def held_task(folder: Path, settings: Settings) -> list[str]:
 def stop(command: Command) -> str:
     if command.process.poll() is None:
         os.kill(command.process.pid, signal.SIGTERM)
-    code, err = command.finish(300)
+    code, err = command.finish()
     assert code == 75, (command.out.read_text(), err)
     command.assert_nothing_left()
     return command.out.read_text()

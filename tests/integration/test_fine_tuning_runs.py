@@ -66,9 +66,9 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def fine_tune(folder: Path, *overrides: str) -> tuple[Command, list[dict[str, Any]]]:
     """A run to its end; its rows, the newest of each step."""
     command = Command(folder, "sft", "sft.yaml", *overrides)
-    code, err = command.finish(600)
+    code, err = command.finish()
     assert code == 0, (command.out.read_text(), err)
-    command.assert_nothing_left(5)
+    command.assert_nothing_left(60)
     return command, rows_of(folder / "runs" / "warm-001")
 
 
@@ -84,10 +84,10 @@ def stop_after(folder: Path, step: int, *overrides: str) -> None:
     command = Command(folder, "sft", "sft.yaml", *overrides)
     command.wait_for_output(f"step {step}/", 300)
     command.process.send_signal(signal.SIGTERM)
-    code, err = command.finish(120)
+    code, err = command.finish()
     assert code == 75, err
     assert "rerun the same command to resume" in err
-    command.assert_nothing_left(5)
+    command.assert_nothing_left(60)
 
 
 def check_like(actual: list[dict[str, Any]], expected: list[dict[str, Any]], tolerance: float) -> None:
@@ -179,7 +179,7 @@ def test_rejection_sampling_then_rl(folder: Path) -> None:
     """A run's right responses are trained, an engine evaluates, and RL starts from the export."""
     small = ["rollout.prompts_per_step=32", "training.steps=2", "training.minibatches=2", "evaluation=null"]
     command = Command(folder, "train", str(QUICKSTART), *small, "runs=runs")
-    assert command.finish(600)[0] == 0, command.out.read_text()
+    assert command.finish()[0] == 0, command.out.read_text()
     heldout = str(QUICKSTART.parent / "quickstart" / "heldout.jsonl")
     evaluation = {
         "data": {"path": heldout, "max_prompt_tokens": 32, "limit": 50},
@@ -189,7 +189,7 @@ def test_rejection_sampling_then_rl(folder: Path) -> None:
     overrides = ["sft.data={rollouts: runs/quickstart-001, max_tokens: 96}", "optimizer.lr=2e-4"]
     overrides += [f"evaluation={json.dumps(evaluation)}", "rollout.max_response_tokens=64"]
     command = Command(folder, "sft", "sft.yaml", *overrides, "engine={kv_cache_gib: 0.25}")
-    code, err = command.finish(600)
+    code, err = command.finish()
     assert code == 0, (command.out.read_text(), err)
     rows = rows_of(folder / "runs" / "warm-001")
     assert missing_from_page(rows) == set()
@@ -199,7 +199,7 @@ def test_rejection_sampling_then_rl(folder: Path) -> None:
     command = Command(
         folder, "train", str(QUICKSTART), *small, "runs=runs", "name=rl", f"model.path={export}"
     )
-    assert command.finish(600)[0] == 0, command.out.read_text()
+    assert command.finish()[0] == 0, command.out.read_text()
     rl = rows_of(folder / "runs" / "rl-001")
     assert rl[1]["reward/accuracy"] == pytest.approx(accuracy[-1], abs=0.12)
     command = Command(

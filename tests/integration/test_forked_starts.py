@@ -41,7 +41,7 @@ def appearance(command: list[str], starts: Starts, folder: Path, **options: Any)
     place = Path(f"/proc/{process.pid}")
     # It ignores SIGUSR1 once its main function runs.
     ignored = 1 << (signal.SIGUSR1 - 1)
-    wait_for(lambda: int(re.findall(r"SigIgn:\s*(\w+)", (place / "status").read_text())[0], 16) & ignored, 60)
+    wait_for(lambda: int(re.findall(r"SigIgn:\s*(\w+)", (place / "status").read_text())[0], 16) & ignored)
     status = (place / "status").read_text()
     facts = {name: (place / name).read_bytes() for name in ("cmdline", "environ")}
     facts |= dict(re.findall(r"(PPid|Umask|SigBlk|SigIgn|SigCgt):\s*(\w+)", status))
@@ -87,7 +87,8 @@ def test_what_it_says_and_its_exit_code_are_the_same(tmp_path: Path, arguments: 
     assert answers[0][0] == (0 if arguments == ["--version"] else 2)
 
 
-@pytest.mark.parametrize("starts", [fresh_starts, forked_starts])
+# Long: the second imports everything once more.
+@pytest.mark.parametrize("starts", [fresh_starts, pytest.param(forked_starts, marks=pytest.mark.long)])
 def test_it_ends_with_its_parent(tmp_path: Path, starts: Starts) -> None:
     code = (
         "import signal, subprocess, time\n"
@@ -103,7 +104,7 @@ def test_it_ends_with_its_parent(tmp_path: Path, starts: Starts) -> None:
     parent = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, cwd=root)
     assert parent.stdout is not None
     pid = int(parent.stdout.readline())
-    wait_for(lambda: b"launcher.reaper" in read_proc_file(pid, "cmdline"), 60)
+    wait_for(lambda: b"launcher.reaper" in read_proc_file(pid, "cmdline"))
     handle = os.pidfd_open(pid)
     parent.kill()
     parent.wait()

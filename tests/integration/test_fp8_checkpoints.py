@@ -72,7 +72,9 @@ def check_bfloat16(folder: Path, meaning: dict[str, torch.Tensor], changed: tupl
             assert torch.equal(found[name], value), name
 
 
-@pytest.mark.parametrize("family", ["glm4_moe", "deepseek_v3", "qwen3_5"])
+@pytest.mark.parametrize(
+    "family", ["deepseek_v3", *(pytest.param(f, marks=pytest.mark.long) for f in ("glm4_moe", "qwen3_5"))]
+)
 def test_there_and_back(tmp_path: Path, family: str) -> None:
     released = family == "qwen3_5"
     meaning = write_released(tmp_path / "hf") if released else write_mixture(tmp_path / "hf", family)
@@ -121,6 +123,7 @@ def test_a_run_its_resume_and_evaluations(config_file: Path, tmp_path: Path, mon
         assert (TOLD in err) == (folder != export), err
 
 
+@pytest.mark.long
 def test_adapters_and_a_teacher(config_file: Path, tmp_path: Path, monkeypatch) -> None:
     monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=":")
     (tmp_path / "by_bytes.py").write_text(BY_BYTES)

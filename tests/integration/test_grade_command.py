@@ -80,14 +80,14 @@ def test_thoughts_do_not_answer_unless_they_may(tmp_path: Path) -> None:
 
 def test_out_is_whole_or_not_there(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file, out = write(tmp_path, *good(0, 0, 2)), tmp_path / "out.jsonl"
-    summary = grade_file(file, style="boxed", out=out, workers=1, deadline=5.0, skip_malformed=False)
+    summary = grade_file(file, style="boxed", out=out, workers=1, deadline=20.0, skip_malformed=False)
     assert (summary.graded, summary.correct, summary.unanswered) == (3, 0, 3)
     assert len(out.read_text().splitlines()) == 3
     assert capsys.readouterr().out == ""
     assert {p.name for p in tmp_path.iterdir()} == {"responses.jsonl", "out.jsonl"}
     with pytest.raises(UserError, match=r"--out: .*nowhere.* cannot be written"):
         grade_file(
-            file, style="auto", out=tmp_path / "nowhere" / "x", workers=1, deadline=5.0, skip_malformed=False
+            file, style="auto", out=tmp_path / "nowhere" / "x", workers=1, deadline=20.0, skip_malformed=False
         )
 
 
@@ -116,7 +116,7 @@ def test_a_malformed_line_is_named_before_anything_is_graded(
     assert captured.err.startswith(f"error: {file}:2: ")
     assert says in captured.err
     assert not (tmp_path / "out").exists()
-    summary = grade_file(file, style="auto", out=None, workers=1, deadline=5.0, skip_malformed=True)
+    summary = grade_file(file, style="auto", out=None, workers=1, deadline=20.0, skip_malformed=True)
     assert (summary.graded, summary.skipped) == (2, 1)
     assert "1 malformed lines skipped" in str(summary)
 
@@ -144,14 +144,14 @@ def test_out_is_never_the_file_that_is_read(tmp_path: Path) -> None:
         (tmp_path, "is a directory"),
     ):
         with pytest.raises(UserError, match=says):
-            grade_file(file, style="auto", out=out, workers=1, deadline=5.0, skip_malformed=False)
+            grade_file(file, style="auto", out=out, workers=1, deadline=20.0, skip_malformed=False)
     assert file.read_bytes() == before
 
 
 def test_a_file_of_malformed_lines_alone_says_what_is_wrong(tmp_path: Path) -> None:
     file = write(tmp_path, b'{"answer": "2"}', b"{broken")
     with pytest.raises(UserError, match=r":1: the key 'response' is missing .* no line of the file"):
-        grade_file(file, style="auto", out=None, workers=1, deadline=5.0, skip_malformed=True)
+        grade_file(file, style="auto", out=None, workers=1, deadline=20.0, skip_malformed=True)
 
 
 REWARDS = """
@@ -228,7 +228,7 @@ def test_a_stopped_command_leaves_nothing(tmp_path: Path, number: signal.Signals
     def session() -> list[int]:
         return [pid for pid, stat in read_stats().items() if int(stat[3]) == process.pid]
 
-    wait_for(lambda: len(session()) >= 4, 120)  # itself, the fork server, two workers
+    wait_for(lambda: len(session()) >= 4)  # itself, the fork server, two workers
     process.send_signal(number)
     assert process.wait(timeout=120) == (130 if number == signal.SIGINT else -9)
     assert process.stderr is not None
@@ -237,5 +237,5 @@ def test_a_stopped_command_leaves_nothing(tmp_path: Path, number: signal.Signals
     if number == signal.SIGINT:
         assert err == "stopped: Ctrl-C; nothing was written\n"
         assert [p.name for p in tmp_path.iterdir()] == [file.name]
-    wait_for(lambda: not session(), 120)
+    wait_for(lambda: not session())
     assert not out.exists()

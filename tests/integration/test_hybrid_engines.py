@@ -41,7 +41,7 @@ from tests.support.bridge_rig import (
     write_released,
 )
 from tests.support.bridge_trainers import published, state_dict
-from tests.support.engine import Engine, running_engines
+from tests.support.engine import Engine, running_engines, sampled_tokens
 from tests.support.megatron_shards import stage_values
 
 LENGTHS = (1, 2, 3, 4, 17, 63, 64, 65, 130, 17, 64)
@@ -56,13 +56,17 @@ def prompts() -> list[list[int]]:
 
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize(
-    "name",
-    ["qwen3.5", *(pytest.param(n, marks=pytest.mark.long) for n in ("qwen3.5-moe", "qwen3-next"))],
+    ("name", "workers"),
+    [
+        ("qwen3.5", [1]),
+        pytest.param("qwen3.5", [2], marks=pytest.mark.long),
+        *(pytest.param(name, [1, 2], marks=pytest.mark.long) for name in ("qwen3.5-moe", "qwen3-next")),
+    ],
 )
-def test_float32_after_each_sync(tmp_path: Path, name: str) -> None:
+def test_float32_after_each_sync(tmp_path: Path, name: str, workers: list[int]) -> None:
     """Engines with one and two workers; long and short requests, so that prompts join running batches."""
-    with bridge_engines(tmp_path, name, [1, 2]) as engines, running_rig(tmp_path, engines[0]) as rig:
-        for version in range(1, 6):
+    with bridge_engines(tmp_path, name, workers) as engines, running_rig(tmp_path, engines[0]) as rig:
+        for version in range(1, 4):
             transport = ("shared_memory", "process_group")[version % 2]
             manifest = rig.publish(version, version, transport)
             weights = state_dict(rig.model, version)
@@ -74,7 +78,7 @@ def test_float32_after_each_sync(tmp_path: Path, name: str) -> None:
                 decoded = gaps(rig.model, weights, prompts(), samples).max()
                 print(f"\nTP{engine.tensor}, {transport}: prompt {prompt_gap:.1e}, decoding {decoded:.1e}")
                 assert max(prompt_gap, decoded) <= TOLERANCE
-        assert rig.error(4) > 0.1, "the weights differ"
+        assert rig.error(2) > 0.1, "the weights differ"
 
 
 def differing_routes(
@@ -148,6 +152,7 @@ def test_a_released_model_in_the_smallest_cache(tmp_path: Path) -> None:
         assert max(first, gaps(tmp_path / "model", weights, prompts(), samples).max()) <= TOLERANCE
 
 
+@pytest.mark.long
 @pytest.mark.timeout(600)
 def test_a_released_mixture(tmp_path: Path) -> None:
     """Files have all experts of a layer in two tensors; vLLM loads these, and a sync one tensor an expert."""
@@ -173,10 +178,12 @@ def test_a_released_mixture(tmp_path: Path) -> None:
 
 
 async def interrupted(engine: Engine, begun: list[list[int]], manifest: Manifest) -> list[Sample]:
-    """Responses that a sync interrupts."""
+    """Responses that a sync interrupts, when each has some tokens."""
+    before, _ = await sampled_tokens(engine)
 
     async def sync() -> None:
-        await asyncio.sleep(1.0)
+        while (await sampled_tokens(engine))[0] < before + 10 * len(begun):
+            await asyncio.sleep(0.02)
         await sync_engine(
             engine.post, manifest, version=1, engine_tensor=engine.tensor, timeout=60, interrupt=True
         )

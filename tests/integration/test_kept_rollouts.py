@@ -72,14 +72,14 @@ def test_a_run_stopped_in_a_rollout(
     targets = [first.process.pid] if number == signal.SIGTERM else first.processes()
     for pid in targets:  # SIGUSR1: as Slurm does, to all processes
         os.kill(pid, number)
-    code, err = first.finish(120)
+    code, err = first.finish()
     assert code == 75, err
     first.assert_nothing_left()
     assert f"kept {GRADED} groups" in first.out.read_text()
     (tmp_path / "graded").unlink()
     (tmp_path / "go").touch()
     second = train(tmp_path, monkeypatch, *words)
-    code, err = second.finish(600)
+    code, err = second.finish()
     assert code == 0, err
     again = [problem for problem in graded(tmp_path) if problem < 2 * PROMPTS]
     assert set(again) == set(range(PROMPTS + GRADED, 2 * PROMPTS)), before
@@ -87,7 +87,7 @@ def test_a_run_stopped_in_a_rollout(
 
     shutil.move(tmp_path / "runs", tmp_path / "stopped")
     third = train(tmp_path, monkeypatch, *words)
-    assert third.finish(600)[0] == 0
+    assert third.finish()[0] == 0
     assert_same(tmp_path / "stopped" / run.name, run)
 
 
@@ -117,16 +117,16 @@ def test_groups_that_were_sampled_ahead(tmp_path: Path, monkeypatch: pytest.Monk
     expected = Counter(dict.fromkeys(range(2 * PROMPTS + GRADED), SAMPLES))
     Slurm.wait(lambda: first.process.poll() is not None or graded(tmp_path) >= expected, 600)
     os.kill(first.process.pid, signal.SIGTERM)
-    code, err = first.finish(120)
+    code, err = first.finish()
     assert code == 75, err
     first.assert_nothing_left()
     step = max(row["step"] for row in read_rows(run))
     (tmp_path / "graded").unlink()
     (tmp_path / "go").touch()
-    code, err = train(tmp_path, monkeypatch, *words).finish(600)
+    code, err = train(tmp_path, monkeypatch, *words).finish()
     assert code == 0, err
     kept = set(range(PROMPTS * step, 2 * PROMPTS + GRADED))
     assert not set(graded(tmp_path)) & kept, (step, sorted(graded(tmp_path)))
     shutil.move(tmp_path / "runs", tmp_path / "stopped")
-    assert train(tmp_path, monkeypatch, *words).finish(600)[0] == 0
+    assert train(tmp_path, monkeypatch, *words).finish()[0] == 0
     assert compare_ahead(tmp_path / "stopped" / run.name, run) == []

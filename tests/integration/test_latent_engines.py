@@ -85,12 +85,16 @@ def check_syncs(rig: Rig, engines: Sequence[Engine], syncs: int) -> None:
 
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize(
-    "name",
-    ["moonlight", *(pytest.param(n, marks=pytest.mark.long) for n in ("deepseek-v3", "glm-4.7-flash"))],
+    ("name", "workers"),
+    [
+        ("moonlight", [1]),
+        pytest.param("moonlight", [2], marks=pytest.mark.long),
+        *(pytest.param(name, [1, 2], marks=pytest.mark.long) for name in ("deepseek-v3", "glm-4.7-flash")),
+    ],
 )
-def test_float32_after_each_sync(tmp_path: Path, name: str) -> None:
+def test_float32_after_each_sync(tmp_path: Path, name: str, workers: list[int]) -> None:
     """Engines with one and two workers; long and short requests, so that prompts join running batches."""
-    with bridge_engines(tmp_path, name, [1, 2]) as engines, running_rig(tmp_path, engines[0]) as rig:
+    with bridge_engines(tmp_path, name, workers) as engines, running_rig(tmp_path, engines[0]) as rig:
         check_syncs(rig, engines, 3)
 
 

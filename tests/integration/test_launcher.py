@@ -22,21 +22,19 @@ import yaml
 
 from rpg_megatron.launcher.summary import summarise
 from tests.support.commands import wait_for_our_code
-from tests.support.launcher import Launch, assert_nothing_left, living, wait_for
+from tests.support.forking import fresh_starts
+from tests.support.launcher import LIMIT, Launch, assert_nothing_left, living, wait_for
+
+pytestmark = pytest.mark.usefixtures("forked_starts")
 
 
 def test_a_ranks_user_error_is_one_message_and_leaves_nothing(launch, tmp_path: Path):
     # rank 0 fails first, as when its peer closes the connection; rank 1 has the reason.
     launcher = launch(
-        rank_0="""
-while len((here / 'pids').read_text().split()) < 8: time.sleep(0.02)
-(here / 'falling').touch()
-sys.exit('Traceback: connection closed by peer')
-""",
+        rank_0="sys.exit('Traceback: connection closed by peer')",
         rank_1="""
 print('error: the tokenizer is broken; mend it', flush=True)
-while not (here / 'falling').exists(): time.sleep(0.02)
-time.sleep(0.2)
+until(lambda: gone('rank_0'))
 os._exit(2)
 """,
     )
@@ -54,8 +52,7 @@ def test_a_users_error_before_the_ranks_are_forked_is_one_message(launch, tmp_pa
 
 
 def test_the_death_of_the_ranks_parent_is_named(launch):
-    kill = "while len((here / 'pids').read_text().split()) < 8: time.sleep(0.02)\nos.kill(os.getppid(), 9)"
-    launcher = launch(rank_1=kill)
+    launcher = launch(rank_1="os.kill(os.getppid(), 9)")
     code, _, err = launcher.finish()
     assert code == 1
     assert "ranks was killed (SIGKILL" in err
@@ -64,7 +61,7 @@ def test_the_death_of_the_ranks_parent_is_named(launch):
 
 def test_a_warning_before_the_ranks_are_forked_requeues(launch):
     launcher = launch(ranks="time.sleep(600)")
-    wait_for(lambda: len(launcher.stand_ins()) == 4, 60)
+    wait_for(lambda: len(launcher.stand_ins()) == 4)
     launcher.process.send_signal(signal.SIGTERM)
     code, _, err = launcher.finish()
     assert code == 75, err
@@ -77,7 +74,12 @@ def test_a_warning_before_the_ranks_are_forked_requeues(launch):
     ("child", "script", "message"),
     [
         ("rank_1", "print('last words', flush=True); os._exit(7)", "rank_1 ended with exit code 7"),
-        ("rank_0", "print('last words', flush=True); os.kill(os.getpid(), 9)", "rank_0 was killed (SIGKILL"),
+        pytest.param(
+            "rank_0",
+            "print('last words', flush=True); os.kill(os.getpid(), 9)",
+            "rank_0 was killed (SIGKILL",
+            marks=pytest.mark.long,
+        ),
         ("sampler", "print('last words', flush=True); os._exit(0)", "sampler ended before the run did"),
         ("ranks", "print('last words', flush=True); os._exit(7)", "ranks ended with exit code 7"),
     ],
@@ -99,7 +101,6 @@ def test_the_death_of_any_child_ends_the_run_and_is_explained(
 
 
 WITHOUT_LOGS = """
-while len((here / 'pids').read_text().split()) < 8: time.sleep(0.02)
 run = pathlib.Path(sys.argv[1])
 (run / 'checkpoints' / 'step_000002').mkdir(parents=True)
 (run / 'checkpoints' / 'step_000002' / 'manifest.json').touch()
@@ -140,12 +141,11 @@ os._exit(7)
 def test_a_sampler_that_dies_as_ranks_finish_fails_nothing(launch, tmp_path: Path):
     """Only the ranks are still needed then, so the run succeeds."""
     ends = """
-while not (here / 'dying').exists(): time.sleep(0.02)
-time.sleep(0.6)
+until(lambda: gone('sampler'))
 pathlib.Path(sys.argv[1], 'summary.json').write_text('{"steps": 2, "seconds": 61}')
 os._exit(0)
 """
-    launcher = launch(rank_0=ends, rank_1=ends, sampler="(here / 'dying').touch(); os.kill(os.getpid(), 9)")
+    launcher = launch(rank_0=ends, rank_1=ends, sampler="os.kill(os.getpid(), 9)")
     code, out, err = launcher.finish()
     assert (code, err) == (0, "")
     assert "2 in 1:01" in out
@@ -153,10 +153,9 @@ os._exit(0)
 
 
 def test_restarts_of_an_engine_that_keeps_dying_are_limited(launch, tmp_path: Path):
-    once_up = "while not (here / 'go').exists(): time.sleep(0.05)"
-    launcher = launch(engine=f"{once_up}\nprint('last words', flush=True); os._exit(0)")
-    launcher.wait_until_up()
-    time.sleep(3.0)  # its health is probed twice a second
+    dies = "until((here / 'go').exists); print('last words', flush=True); os._exit(0)"
+    launcher = launch(engine=dies)
+    launcher.wait_until_told("engine 0 is up")
     (tmp_path / "go").touch()
     code, out, err = launcher.finish()
     # How quickly it dies decides which of the two it is.
@@ -203,17 +202,16 @@ while not asked:
 
 def warn(launcher: Launch, number: signal.Signals) -> None:
     """Signal a launcher whose ranks have something to save."""
-    launcher.wait_until_up()
-    wait_for(lambda: all((launcher.folder / f"listens_{rank}").exists() for rank in (0, 1)), 30)
+    wait_until_ranks_listen(launcher)
     launcher.process.send_signal(number)
 
 
-def wait_until_told(launcher: Launch, text: str) -> None:
-    log = launcher.folder / "runs" / "tiny-001" / "logs" / "launcher.log"
-    wait_for(lambda: log.exists() and text in log.read_text(), 60)
+def wait_until_ranks_listen(launcher: Launch) -> None:
+    launcher.wait_until_up()
+    wait_for(lambda: all((launcher.folder / f"listens_{rank}").exists() for rank in (0, 1)))
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+@pytest.mark.parametrize("number", [pytest.param(signal.SIGTERM, marks=pytest.mark.long), signal.SIGUSR1])
 def test_a_warned_run_is_saved_and_asks_to_be_queued_again(launch, number: signal.Signals):
     saves = SAVES + "print('saved', flush=True); os._exit(75)"
     launcher = launch(rank_0=saves, rank_1=saves)
@@ -236,13 +234,12 @@ def test_the_first_ctrl_c_saves_and_the_second_ends(launch, presses: int):
     saved += "open(to + '/manifest.json', 'w').close(); os._exit(75)"
     saves = "import sys\n" + SAVES + (saved if presses == 1 else "time.sleep(600)")
     launcher = launch(rank_0=saves.replace("asked = False", ONE_STEP + "asked = False"), rank_1=saves)
-    launcher.wait_until_up()
-    wait_for(lambda: all((launcher.folder / f"listens_{rank}").exists() for rank in (0, 1)), 30)
-    wait_until_told(launcher, "step ")  # the launcher has read the step's row
+    wait_until_ranks_listen(launcher)
+    launcher.wait_until_told("step ")  # the launcher has read the step's row
     launcher.process.send_signal(signal.SIGINT)
     message = "warning: Ctrl-C: saving, then exiting; press Ctrl-C again to stop without saving"
     if presses == 2:
-        wait_until_told(launcher, message)
+        launcher.wait_until_told(message)
         assert launcher.process.poll() is None
         launcher.process.send_signal(signal.SIGINT)
     code, out, err = launcher.finish()
@@ -257,7 +254,7 @@ def test_a_second_signal_ends_a_run_that_cannot_save(launch, tmp_path: Path):
     hangs = SAVES + "time.sleep(600)"
     launcher = launch(rank_0=hangs, rank_1=hangs)
     warn(launcher, signal.SIGTERM)
-    wait_until_told(launcher, "saving, then exiting")
+    launcher.wait_until_told("saving, then exiting")
     time.sleep(1.5)  # signals within a second count as one
     assert launcher.process.poll() is None
     launcher.process.send_signal(signal.SIGUSR1)
@@ -289,22 +286,26 @@ def test_a_run_that_is_not_saved_does_not_say_so(
 
 def test_a_signal_to_every_process_is_a_warning(launch):
     """As scancel sends it. Sampler and engine end; the ranks still save."""
-    saves = SAVES + "time.sleep(1.0); os._exit(75)"
+    saves = SAVES + "until((here / 'saved').exists); os._exit(75)"
     launcher = launch(rank_0=saves, rank_1=saves, sampler="signal.pause()", engine="signal.pause()")
-    launcher.wait_until_up()
-    wait_for(lambda: all((launcher.folder / f"listens_{rank}").exists() for rank in (0, 1)), 30)
-    for pid in [int(line.split()[0]) for line in (launcher.folder / "pids").read_text().splitlines()]:
+    wait_until_ranks_listen(launcher)
+    files = (launcher.folder / f"pid_{name}" for name in ("sampler", "engine", "rank_0", "rank_1"))
+    for pid in [int(file.read_text()) for file in files]:
         os.kill(pid, signal.SIGTERM)
-    time.sleep(0.3)
     launcher.process.send_signal(signal.SIGTERM)
+    launcher.wait_until_told("saving, then exiting")
+    (launcher.folder / "saved").touch()
     code, _, err = launcher.finish()
     assert code == 75, err
     assert_nothing_left(launcher)
 
 
-@pytest.mark.parametrize("delay", [0.0, 0.2, 0.4, 0.6, 0.8])
+@pytest.mark.parametrize(
+    "delay", [0.2, 0.6, *(pytest.param(delay, marks=pytest.mark.long) for delay in (0.0, 0.4, 0.8))]
+)
 def test_ctrl_c_at_any_moment_of_the_start(launch, tmp_path: Path, delay: float):
-    launcher = launch()
+    with fresh_starts():
+        launcher = launch()
     wait_for_our_code(launcher.process)
     time.sleep(delay)
     launcher.process.send_signal(signal.SIGINT)
@@ -328,7 +329,7 @@ def test_ctrl_c_after_the_interpreter_has_started_shows_no_traceback(config_file
         process.stdout.readline()
         time.sleep(0.05 + 0.07 * moment)
         process.send_signal(signal.SIGINT)
-        _, err = process.communicate(timeout=60)
+        _, err = process.communicate(timeout=LIMIT)
         assert process.returncode in (130, 2, -signal.SIGINT), err
         assert "Traceback" not in err
 
@@ -340,12 +341,12 @@ def test_kill_9_of_the_launcher_leaves_nothing(launch):
     assert len(folders) == 2
     launcher.process.kill()
     launcher.process.wait()
-    wait_for(lambda: not living(launcher.stand_ins()), 10)
-    wait_for(lambda: not any(folder.exists() for folder in folders), 10)
+    wait_for(lambda: not living(launcher.stand_ins()))
+    wait_for(lambda: not any(folder.exists() for folder in folders))
 
 
 DONE = """
-while not (here / 'go').exists(): time.sleep(0.05)
+until((here / 'go').exists)
 pathlib.Path(sys.argv[1], 'summary.json').write_text('{"steps": 2, "seconds": 61}')
 os._exit(0)
 """
@@ -371,9 +372,8 @@ def test_a_run_without_readers_of_its_output_goes_on_to_its_end(launch, tmp_path
         os.close(master)
     if lost == "closed":
         launcher.process.send_signal(signal.SIGHUP)
-    time.sleep(0.5)
     (tmp_path / "go").touch()
-    assert launcher.process.wait(60) == 0
+    assert launcher.process.wait(LIMIT) == 0
     log = (tmp_path / "runs/tiny-001/logs/launcher.log").read_text()
     assert "starting (takes about a minute)" in log
     assert "2 in 1:01" in log
@@ -387,7 +387,7 @@ def test_a_signal_to_a_run_without_readers_has_its_exit_code(launch):
     launcher.process.stderr.close()
     launcher.process.stdout = launcher.process.stderr = None
     warn(launcher, signal.SIGTERM)
-    assert launcher.process.wait(60) == 75
+    assert launcher.process.wait(LIMIT) == 75
     assert_nothing_left(launcher)
 
 
@@ -405,7 +405,7 @@ def test_a_closed_terminal_ends_a_run_but_a_closed_pipe_does_not(launch):
     launcher.wait_until_up()
     launcher.process.stdout.close()
     launcher.process.send_signal(signal.SIGHUP)
-    assert launcher.wait(30) == 129
+    assert launcher.wait() == 129
     assert_nothing_left(launcher)
 
 

@@ -20,15 +20,17 @@ from rpg_megatron.engine.restarts import ask_restart
 from rpg_megatron.launcher.bandwidth import MEASURE
 from rpg_megatron.launcher.environment import ends_of_starts
 from rpg_megatron.launcher.failures import RESTART_FILE
-from tests.support.launcher import wait_for
+from tests.support.launcher import LIMIT, wait_for
 from tests.support.launcher_pair import DRIVER, WELL
+
+pytestmark = pytest.mark.usefixtures("forked_starts")
 
 
 def test_a_run_that_ends_well_ends_everywhere(pair) -> None:
     nodes = pair(rank_0=WELL, rank_1=WELL)
     nodes.begin("cluster.min_bandwidth=1")
     assert sorted(nodes.acted()) == ["engine_0", "engine_1", "rank_0", "rank_1", "sampler"]
-    wait_for(lambda: "engine 1 is up" in nodes.out(0), 30, nodes.logs)
+    wait_for(lambda: "engine 1 is up" in nodes.out(0), message=nodes.logs)
     nodes.go()
     assert nodes.finish() == [0, 0], nodes.logs()
     assert (nodes.err(0), nodes.err(1)) == ("", "")
@@ -61,7 +63,7 @@ def test_a_rank_that_dies_on_the_other_node_is_named(pair) -> None:
     # rank 0 fails first, as when its peer closes the connection; rank 1 was killed, which is the reason.
     nodes = pair(
         rank_0="sys.exit('connection closed by peer')",
-        rank_1="time.sleep(0.3); print('last words', flush=True); os.kill(os.getpid(), 9)",
+        rank_1="until(lambda: gone('rank_0')); print('last words', flush=True); os.kill(os.getpid(), 9)",
     )
     nodes.begin()
     nodes.go()
@@ -93,9 +95,9 @@ def test_a_user_error_of_a_rank_there_is_one_message_here(
 def test_a_lost_node_ends_the_run(pair, how: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(RESTART_FILE, str(tmp_path / "restart"))  # as in a job
     nodes = pair()
-    nodes.begin("cluster.silence=4")
+    nodes.begin(*(["cluster.silence=4"] if how == "silent" else []))
     nodes.launchers[1].send_signal(signal.SIGKILL if how == "killed" else signal.SIGSTOP)
-    assert nodes.launchers[0].wait(60) == 1
+    assert nodes.launchers[0].wait(LIMIT) == 1
     why = "its launcher has exited" if how == "killed" else "it was silent for 4 s (cluster.silence)"
     assert nodes.err(0).startswith("error: node 1 (")
     assert f"is lost: {why}" in nodes.err(0)
@@ -114,12 +116,12 @@ def test_the_death_of_the_first_launcher_ends_the_others(pair) -> None:
     nodes = pair()
     nodes.begin()
     nodes.launchers[0].kill()
-    assert nodes.launchers[1].wait(60) == 1
+    assert nodes.launchers[1].wait(LIMIT) == 1
     assert nodes.err(1) == "error: node 0, which leads the run, is lost: its launcher has exited\n"
     nodes.finish()
 
 
-@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("rank", [pytest.param(0, marks=pytest.mark.long), 1])
 def test_ctrl_c_on_any_node_stops_all(pair, rank: int) -> None:
     nodes = pair()
     nodes.begin()
@@ -129,14 +131,14 @@ def test_ctrl_c_on_any_node_stops_all(pair, rank: int) -> None:
     assert nodes.err(1).startswith("error: stopped by node 0: Ctrl-C")
 
 
-@pytest.mark.parametrize("warned", [(0, 1), (1,)])
+@pytest.mark.parametrize("warned", [pytest.param((0, 1), marks=pytest.mark.long), (1,)])
 def test_a_warning_to_any_node_has_all_ranks_save(pair, warned: tuple[int, ...]) -> None:
     """The first launcher has the exit code that requeues the job; the other one exits with 0."""
     saves = "signal.signal(signal.SIGTERM, lambda *_: os._exit(75)); (here / name).touch()"
     nodes = pair(rank_0=saves, rank_1=saves)
     nodes.begin()
     nodes.go()
-    wait_for(lambda: all((nodes.folder / f"rank_{rank}").exists() for rank in (0, 1)), 30, nodes.logs)
+    wait_for(lambda: all((nodes.folder / f"rank_{rank}").exists() for rank in (0, 1)), message=nodes.logs)
     for rank in warned:
         nodes.launchers[rank].send_signal(signal.SIGUSR1)
     assert nodes.finish() == [75, 0], nodes.logs()
@@ -147,11 +149,11 @@ def test_a_warning_to_any_node_has_all_ranks_save(pair, warned: tuple[int, ...])
 def test_an_engine_on_the_other_node_is_restarted_there(pair) -> None:
     nodes = pair(engine_1="(here / 'go').unlink(); os._exit(0)")
     nodes.begin()
-    wait_for(lambda: "engine 1 is up" in nodes.out(0), 30, nodes.logs)
+    wait_for(lambda: "engine 1 is up" in nodes.out(0), message=nodes.logs)
     nodes.go()
-    wait_for(lambda: nodes.acted().count("engine_1") == 2, 30, nodes.logs)
+    wait_for(lambda: nodes.acted().count("engine_1") == 2, message=nodes.logs)
     assert "warning: engine 1 died; restart 1 of 3" in nodes.out(0)
-    wait_for(lambda: nodes.out(0).count("engine 1 is up") == 2, 30, nodes.logs)
+    wait_for(lambda: nodes.out(0).count("engine 1 is up") == 2, message=nodes.logs)
     nodes.launchers[0].send_signal(signal.SIGINT)
     assert nodes.finish() == [130, 1]
 
@@ -160,19 +162,19 @@ def test_an_engine_that_hangs_on_the_other_node_is_ended_there(pair) -> None:
     """The sampler, a stand-in here, reports it; a stopped process reacts to SIGKILL only."""
     nodes = pair(engine_1="(here / 'go').unlink(); os.kill(os.getpid(), signal.SIGSTOP)")
     nodes.begin()
-    wait_for(lambda: "engine 1 is up" in nodes.out(0), 30, nodes.logs)
+    wait_for(lambda: "engine 1 is up" in nodes.out(0), message=nodes.logs)
     work = next(f for f in nodes.folders() if (f / "engines.json").exists())
     nodes.go()
-    wait_for(lambda: not (nodes.folder / "go").exists(), 30, nodes.logs)
+    wait_for(lambda: not (nodes.folder / "go").exists(), message=nodes.logs)
     ask_restart(work, 1, 0, "engine 1 hangs")
-    wait_for(lambda: nodes.acted().count("engine_1") == 2, 30, nodes.logs)
+    wait_for(lambda: nodes.acted().count("engine_1") == 2, message=nodes.logs)
     assert "warning: engine 1 hangs; restart 1 of 3" in nodes.out(0)
-    wait_for(lambda: nodes.out(0).count("engine 1 is up") == 2, 30, nodes.logs)
+    wait_for(lambda: nodes.out(0).count("engine 1 is up") == 2, message=nodes.logs)
     nodes.launchers[0].send_signal(signal.SIGINT)
     assert nodes.finish() == [130, 1]
 
 
-@pytest.mark.parametrize("dies", [1, 2])
+@pytest.mark.parametrize("dies", [pytest.param(1, marks=pytest.mark.long), 2])
 def test_an_engine_on_two_other_nodes_is_restarted_as_one(pair, dies: int) -> None:
     """Its server is on node 1, workers alone on node 2; where one of the two ends, both are started again."""
     names = {1: "engine_0", 2: "engine_0_part_1"}
@@ -181,21 +183,21 @@ def test_an_engine_on_two_other_nodes_is_restarted_as_one(pair, dies: int) -> No
     nodes.begin(
         "parallel.data=1",
         "engine={replicas: 1, tensor: 4}",
-        "cluster={interface: lo, join_timeout: 60, min_bandwidth: 0, trainer_nodes: 1, engine_nodes: 2}",
+        "cluster={interface: lo, join_timeout: 300, min_bandwidth: 0, trainer_nodes: 1, engine_nodes: 2}",
         acts=4,
     )
     assert sorted(nodes.acted()) == ["engine_0", "engine_0_part_1", "rank_0", "sampler"]
-    wait_for(lambda: "engine 0 is up" in nodes.out(0), 30, nodes.logs)
+    wait_for(lambda: "engine 0 is up" in nodes.out(0), message=nodes.logs)
     first, second = sorted((nodes.folder / "spans").read_text().splitlines())
     assert first.startswith(
         "--nnodes 2 --node-rank 0 --distributed-executor-backend mp --master-addr 127.0.0.1"
     )
     assert second == first.replace("--node-rank 0", "--node-rank 1") + " --headless"
     nodes.go()
-    wait_for(lambda: all(nodes.acted().count(name) == 2 for name in names.values()), 30, nodes.logs)
+    wait_for(lambda: all(nodes.acted().count(name) == 2 for name in names.values()), message=nodes.logs)
     assert f"warning: engine 0 died; it failed on node {dies} (" in nodes.out(0)
     assert re.search(rf"restart 1 of 3; log: .*/{names[dies]}\.log\n", nodes.out(0))
-    wait_for(lambda: nodes.out(0).count("engine 0 is up") == 2, 30, nodes.logs)
+    wait_for(lambda: nodes.out(0).count("engine 0 is up") == 2, message=nodes.logs)
     assert len(set((nodes.folder / "spans").read_text().splitlines())) == 2  # the same place
     (log,) = nodes.folder.glob("runs/*/logs/engine_0_part_1.log")
     assert "; restart 1 of 3 ----" in log.read_text()
@@ -204,17 +206,16 @@ def test_an_engine_on_two_other_nodes_is_restarted_as_one(pair, dies: int) -> No
 
 
 def test_a_colocated_engine_restarts_after_the_ranks_turn(pair) -> None:
-    dies = "time.sleep(0.5); (here / 'go').unlink(missing_ok=True); os._exit(0)"
-    nodes = pair(engine_1=dies)
+    nodes = pair(engine_1="(here / 'go').unlink(); os._exit(0)")
     nodes.begin("engine.colocated=true", acts=7)
     (turn,) = [file for folder in nodes.folders() for file in folder.glob("trainers-turn")]
     nodes.go()
-    wait_for(lambda: "warning: engine 1 died; restart 1 of 3" in nodes.out(0), 30, nodes.logs)
+    wait_for(lambda: "warning: engine 1 died; restart 1 of 3" in nodes.out(0), message=nodes.logs)
     time.sleep(2.0)
     assert nodes.acted().count("engine_1") == 1
     turn.unlink()
-    wait_for(lambda: nodes.acted().count("engine_1") == 2, 30, nodes.logs)
-    wait_for(lambda: nodes.out(0).count("engine 1 is up") == 2, 30, nodes.logs)
+    wait_for(lambda: nodes.acted().count("engine_1") == 2, message=nodes.logs)
+    wait_for(lambda: nodes.out(0).count("engine 1 is up") == 2, message=nodes.logs)
     nodes.launchers[0].send_signal(signal.SIGINT)
     assert nodes.finish() == [130, 1]
 
@@ -256,7 +257,14 @@ def test_a_node_that_does_not_come_is_named(pair) -> None:
 def test_a_node_that_fails_after_the_state_is_saved_changes_nothing(pair, tmp_path: Path) -> None:
     """The sampler, which keeps the groups of the unfinished step, is all that is waited for."""
     saves = "signal.signal(signal.SIGTERM, lambda *_: os._exit(75)); (here / name).touch()"
-    keeps = "signal.signal(signal.SIGTERM, lambda *_: (time.sleep(5), os._exit(0))); (here / name).touch()"
+    keeps = """
+def keep(*_, warnings=[]):
+    warnings.append(1)
+    (here / f"warning_{len(warnings)}").touch()
+signal.signal(signal.SIGTERM, keep)
+(here / name).touch()
+until((here / "kept").exists)
+os._exit(0)"""
     nodes = pair(rank_0=saves, rank_1=saves, sampler=keeps)
     fails = """
 receive = follower.NodeAgent.receive
@@ -271,11 +279,11 @@ cli.main()"""
     nodes.begin()
     nodes.go()
     names = ("rank_0", "rank_1", "sampler")
-    wait_for(lambda: all((tmp_path / name).exists() for name in names), 30, nodes.logs)
+    wait_for(lambda: all((tmp_path / name).exists() for name in names), message=nodes.logs)
     nodes.launchers[0].send_signal(signal.SIGUSR1)
-    log = "runs/*/logs/launcher_1.log"
-    wait_for(lambda: any("rank_1 ended" in f.read_text() for f in tmp_path.glob(log)), 30, nodes.logs)
-    time.sleep(2.0)  # the first launcher waits for the sampler
+    wait_for((tmp_path / "warning_2").exists, message=nodes.logs)  # the first launcher waits for the sampler
     (tmp_path / "break").touch()
+    nodes.launchers[1].wait(LIMIT)
+    (tmp_path / "kept").touch()
     assert nodes.finish() == [75, 1], nodes.logs()
     assert nodes.err(0).startswith("stopped: SIGUSR1; rerun the same command to resume")

@@ -64,7 +64,7 @@ def test_the_guard_finds_faults_that_the_engine_serves(
         write_byte_model(tmp_path / "model", num_key_value_heads=4)
         model.append(f"model.path={tmp_path / 'model'}")
     run = Run(tmp_path, *model)
-    code, err = run.finish(600)
+    code, err = run.finish()
     output = run.out.read_text() + err
     assert code == (1 if fault == "stale name" else 2), output
     if fault == "stale name":  # vLLM has no adapter of the name that requests have, and dies

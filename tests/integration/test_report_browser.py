@@ -291,7 +291,7 @@ def test_pointer_zoom_legend_and_smoothing(browser: Browser, runs: list[Path], t
         browser.mouse("mouseMoved", next(moves), 2)
         return browser.run("view.cursor") is None
 
-    wait_for(has_left, 60)  # the chart gets the event that the pointer has left it
+    wait_for(has_left)  # the chart gets the event that the pointer has left it
     browser.run("document.querySelector('[data-chart=Entropy]').focus()")
     for kind in ("keyDown", "keyUp", "keyDown"):
         browser.call("Input.dispatchKeyEvent", type=kind, key="ArrowRight")
@@ -424,7 +424,7 @@ def test_a_watched_page_loads_new_steps_and_keeps_the_view(browser: Browser, tmp
     try:
         with log.open("wb") as output, subprocess.Popen(command, stdout=output, stderr=output) as watch:
             try:
-                wait_for(page.exists, 60)
+                wait_for(page.exists)
                 browser.open(page)
                 assert browser.run("view.runs[0].step.length") == 41
                 assert browser.run("timers.map(([, wait]) => wait)") == [10_000]
@@ -435,7 +435,7 @@ def test_a_watched_page_loads_new_steps_and_keeps_the_view(browser: Browser, tmp
                 before = page.stat().st_ino
                 row = json.loads(rows.splitlines()[-1]) | {"step": 41}
                 (run / "metrics.jsonl").write_text(rows + json.dumps(row) + "\n")
-                wait_for(lambda: page.stat().st_ino != before, 60)
+                wait_for(lambda: page.stat().st_ino != before)
                 assert watch.poll() is None
                 browser.run("void setTimeout(timers[0][0])")
                 browser.wait_for_event("Page.loadEventFired")

@@ -111,8 +111,7 @@ def lose_engine_twice_and_a_rank(run: Run) -> int:
     stopped = [engine, *cores_of(engine)]  # the search may take as long as the update
     command.wait_for_rollouts(step)
     signal_all(stopped, signal.SIGSTOP)
-    command.wait(lambda: command.published() == step)
-    time.sleep(1.0)  # the sampler has begun the sync and waits for an answer
+    command.wait_for_sync_of(0, step)
     kill(engine)
     command.wait_for_restart(2)
     # With the distributed optimizer shared memory holds a copy, so a second publication repairs it.

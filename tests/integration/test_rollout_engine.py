@@ -42,6 +42,7 @@ from rpg_megatron.system.process_groups import members
 from rpg_megatron.training.mismatch import find_gaps
 from tests.support.bridge_trainers import alone_params, published
 from tests.support.engine import Engine, running_engines
+from tests.support.launcher import wait_for
 from tests.support.runs import find_core
 
 EOS = 256
@@ -427,10 +428,7 @@ def test_killed_engine_is_noticed_and_cleaned_up(engine: Engine) -> None:
     assert leader is not None
     assert len(members(leader)) >= 2  # server, core
     os.kill(leader, signal.SIGKILL)
-    end = time.monotonic() + 5
-    while process.alive() and time.monotonic() < end:
-        time.sleep(0.05)
-    assert not process.alive()
+    wait_for(lambda: not process.alive())
     assert not process.healthy()
     with pytest.raises(EngineError, match="engine 0 does not listen"):
         ask(engine, request(PROMPTS[0]))

@@ -46,7 +46,7 @@ LAYOUTS = {
     "TP2xPP2": ["parallel.tensor=2", "parallel.pipeline=2"],
     "TP2+SP, shared prompts": ["parallel.tensor=2", "parallel.sequence=true", "training.share_prompts=true"],
 }
-FEW = ("TP1", "TP2+SP", "PP2xVPP2")
+FEW = ("TP2+SP", "PP2xVPP2")
 """Layouts of the default tier; test_bridge_vllm has the other cases of a sync."""
 
 

@@ -13,7 +13,6 @@ import itertools
 import json
 import os
 import signal
-import time
 from collections import Counter
 from collections.abc import Awaitable, Callable
 from pathlib import Path
@@ -155,10 +154,7 @@ def run(rows: list[dict[str, Any]], test: Callable[[Rig], Awaitable[None]]) -> N
             await gateway.runner.cleanup()
 
     asyncio.run(main())
-    end = time.monotonic() + 30
-    while children() and time.monotonic() < end:
-        time.sleep(0.01)
-    assert not children()
+    wait_for(lambda: not children(), message=lambda: str(children()))
 
 
 def children() -> list[psutil.Process]:
@@ -326,4 +322,4 @@ def test_a_source_that_is_not_read_to_the_end_leaves_nothing(
     assert isinstance(row, dict)
     assert list(tmp_path.glob("verifiers-*"))
     rows.close()
-    wait_for(lambda: not list(tmp_path.iterdir()), 60)
+    wait_for(lambda: not list(tmp_path.iterdir()))

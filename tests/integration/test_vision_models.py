@@ -43,7 +43,11 @@ def bits(weights: dict[str, torch.Tensor]) -> dict[str, tuple[torch.dtype, bytes
     return {n: (w.dtype, w.contiguous().view(torch.uint8).numpy().tobytes()) for n, w in weights.items()}
 
 
-@pytest.mark.parametrize("family", TRAINED)
+LONG = pytest.mark.long
+FAMILIES = ["qwen3_5", *(pytest.param(family, marks=LONG) for family in ("mistral", "qwen3_5_moe"))]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
 def test_there_and_back(tmp_path: Path, family: str) -> None:
     source = bits(write_vision_model(tmp_path / "hf", family))
     there = succeed("hf_to_megatron", "--hf", tmp_path / "hf", "--out", tmp_path / "there", "--verify")
@@ -64,7 +68,7 @@ def test_there_and_back(tmp_path: Path, family: str) -> None:
 
 
 @pytest.mark.timeout(1200)
-@pytest.mark.parametrize("family", [*[*TRAINED][:2], pytest.param("qwen3_5_moe", marks=pytest.mark.long)])
+@pytest.mark.parametrize("family", FAMILIES)
 def test_a_run_and_an_evaluation(
     config_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str
 ) -> None:
@@ -101,6 +105,7 @@ def test_a_run_and_an_evaluation(
     assert code == 0, err
 
 
+@pytest.mark.long
 @pytest.mark.timeout(1200)
 def test_adapters_of_a_released_hybrid(
     config_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -74,7 +74,7 @@ class Command:
             start_new_session=True,
         )
 
-    def finish(self, timeout: float = 60) -> tuple[int, str]:
+    def finish(self, timeout: float = 600) -> tuple[int, str]:
         """Exit code and what was written to stderr."""
         _, err = self.process.communicate(timeout=timeout)
         return self.process.returncode, without_notice(err)

@@ -23,6 +23,7 @@ from rpg_megatron.bridge.controller import SyncReport, sync_engine
 from rpg_megatron.bridge.manifest import Manifest, read_manifest
 from rpg_megatron.config import Settings
 from rpg_megatron.config.cluster import TOKEN_VARIABLE
+from rpg_megatron.engine.metrics import ROUTE, read_metrics
 from rpg_megatron.engine.process import EngineProcess, engine_socket, note_segments
 from rpg_megatron.launcher.reaper import Reaper
 from rpg_megatron.launcher.run_dir import resolved_yaml
@@ -95,6 +96,14 @@ class Engine:
         return asyncio.run(
             sync_engine(self.post, manifest, version=version, engine_tensor=self.tensor, timeout=60)
         )
+
+
+async def sampled_tokens(engine: Engine) -> tuple[float, float]:
+    """Number of tokens that the engine has sampled since its start, and of requests that it has."""
+    status, text = await asyncio.to_thread(engine.call, "GET", ROUTE)
+    assert status == 200
+    metrics = read_metrics(text)
+    return metrics["vllm:generation_tokens_total"], metrics["vllm:num_requests_running"]
 
 
 @contextmanager

@@ -1,11 +1,12 @@
 """Start the product's processes by fork from one that has imported their packages, for tests of whole runs.
 
 Most of a short run's time is Python importing torch, Megatron and vLLM, again in each process. Inside
-``forked_starts``, ``subprocess`` forks what it would start as ``python -m MODULE``, for ``MODULES``, or from
-``tools/``: the commands that a test starts from a *template* that has imported everything, and their own
-children from themselves. Parents, groups, signals, standard streams, environment and command line, also those
-in /proc, are as after a real start. Differences: modules that a process does not need are imported too, and
-hash seeds and the state of global random generators are those of the template.
+``forked_starts``, ``subprocess`` forks what it would start as ``python -m MODULE``, for ``MODULES``, from
+``tools/``, or as ``driver.py``, a launcher with stand-ins: the commands that a test starts from a *template*
+that has imported everything, and their own children from themselves. Parents, groups, signals, standard
+streams, environment and command line, also those in /proc, are as after a real start. Differences: modules
+that a process does not need are imported too, and hash seeds and the state of global random generators are
+those of the template.
 
 Tests of how processes start, what they import and how much memory they need do not use it.
 """
@@ -198,7 +199,7 @@ def _parse(args: Any) -> dict[str, Any] | None:
     first, *rest = words[2 if safe else 1 :]
     if first == "-m" and rest and rest[0] in MODULES:
         module, *arguments = rest
-    elif Path(first).parent == ROOT / "tools":
+    elif Path(first).parent == ROOT / "tools" or Path(first).name == "driver.py":
         module, arguments = first, rest
     else:
         return None

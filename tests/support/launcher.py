@@ -13,6 +13,8 @@ from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 from rpg_megatron.config import Settings
 from rpg_megatron.launcher.cluster import Cluster
 from rpg_megatron.launcher.node_agent import NodeAgent
@@ -22,23 +24,38 @@ from rpg_megatron.launcher.stopping import StopSignals
 from rpg_megatron.system import process_groups
 from tests.support.commands import without_notice
 
-# Each stand-in has a grandchild that ignores SIGTERM, as a vLLM worker in the middle of a step does.
-STAND_IN = """
+WAITS = """
 import json, os, pathlib, signal, subprocess, sys, time
 here = pathlib.Path(__file__).parent
+def until(condition):
+    while not condition():
+        time.sleep(0.02)
+def gone(name):
+    try:
+        return "zombie" in pathlib.Path("/proc", (here / f"pid_{name}").read_text(), "status").read_text()
+    except (FileNotFoundError, ProcessLookupError):
+        return True
+"""
+"""What a stand-in's plan may wait for: a condition; the end of a stand-in that has begun."""
+
+# Each stand-in has a grandchild that ignores SIGTERM, as a vLLM worker in the middle of a step does.
+STAND_IN = (
+    WAITS
+    + """
 def grandchild():
     code = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(600)"
     return subprocess.Popen([sys.executable, "-I", "-S", "-c", code]).pid
-pids = [os.getpid(), grandchild()]
-with open(here / "pids", "a") as f:
-    f.write(" ".join(map(str, pids)) + "\\n")
 def act(name):
+    (here / f"pid_{name}").write_text(str(os.getpid()))
+    with open(here / "pids", "a") as f:
+        f.write(" ".join(map(str, [os.getpid(), grandchild()])) + "\\n")
     plan = json.loads((here / "plan.json").read_text()).get(name, "sleep")
     if plan != "sleep":
-        time.sleep(0.3)
+        until(lambda: len((here / "pids").read_text().split()) >= 8)  # all are up
         exec(plan)
     time.sleep(600)
 """
+)
 
 STAND_IN_RANK = """
 import json, os, sys, time
@@ -52,6 +69,9 @@ import stand_in
 stand_in.act("rank_" + os.environ["RANK"])
 """
 """The parent of the ranks does what the plan says of ``ranks``, then forks them."""
+
+LIMIT = 300.0
+"""Seconds that something may take on a busy machine before a test fails."""
 
 
 DRIVER = """
@@ -120,7 +140,15 @@ class Launch:
         return [int(pid) for pid in file.read_text().split()] if file.exists() else []
 
     def wait_until_up(self) -> None:
-        wait_for(lambda: len(self.stand_ins()) == 8, 60)
+        """Wait until all stand-ins run and the launcher, which opens their logs, knows the ranks."""
+        wait_for(lambda: len(self.stand_ins()) == 8)
+        launcher = psutil.Process(self.process.pid)
+        wait_for(lambda: any(file.path.endswith("/rank_1.log") for file in launcher.open_files()))
+
+    def wait_until_told(self, text: str) -> None:
+        """Wait until the run's log has it."""
+        log = self.folder / "runs" / "tiny-001" / "logs" / "launcher.log"
+        wait_for(lambda: log.exists() and text in log.read_text())
 
     def folders(self) -> list[Path]:
         """Work and bridge folder of this launcher."""
@@ -133,17 +161,17 @@ class Launch:
                 continue
         return private_folders
 
-    def wait(self, seconds: float) -> int:
+    def wait(self) -> int:
         """Its exit code; if it does not end in time, the error has the stack of each thread."""
         try:
-            return self.process.wait(seconds)
+            return self.process.wait(LIMIT)
         except subprocess.TimeoutExpired:
             self.process.send_signal(signal.SIGABRT)
             assert self.process.stderr is not None
-            raise AssertionError(f"not ended after {seconds} s:\n{self.process.stderr.read()}") from None
+            raise AssertionError(f"not ended after {LIMIT} s:\n{self.process.stderr.read()}") from None
 
     def finish(self) -> tuple[int, str, str]:
-        out, err = self.process.communicate(timeout=60)
+        out, err = self.process.communicate(timeout=LIMIT)
         return self.process.returncode, out, without_notice(err)
 
 
@@ -159,7 +187,9 @@ def single_node(settings: Settings, folder: Path) -> Iterator[tuple[Cluster, Nod
 
 
 def wait_for(
-    condition: Callable[[], object], seconds: float, message: Callable[[], str] = lambda: "waited in vain"
+    condition: Callable[[], object],
+    seconds: float = LIMIT,
+    message: Callable[[], str] = lambda: "waited in vain",
 ) -> None:
     """``message``: of the error if it does not become true in time."""
     end = time.monotonic() + seconds

@@ -10,13 +10,14 @@ from pathlib import Path
 
 from rpg_megatron.system import process_groups
 from tests.support.commands import without_notice
-from tests.support.launcher import wait_for
+from tests.support.launcher import LIMIT, WAITS, wait_for
 
 # Every stand-in has a child that ignores SIGTERM, as a worker in the middle of a step does.
-STAND_IN = """
-import json, os, pathlib, signal, subprocess, sys, time
-here = pathlib.Path(__file__).parent
+STAND_IN = (
+    WAITS
+    + """
 def act(name):
+    (here / f"pid_{name}").write_text(str(os.getpid()))
     code = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(600)"
     pids = [os.getpid(), subprocess.Popen([sys.executable, "-I", "-S", "-c", code]).pid]
     with open(here / "pids", "a") as f:
@@ -24,11 +25,11 @@ def act(name):
     with open(here / "acted", "a") as f:
         f.write(name + "\\n")
     plan = json.loads((here / "plan.json").read_text()).get(name, "")
-    while not (here / "go").exists():
-        time.sleep(0.05)
+    until((here / "go").exists)
     exec(plan)
     time.sleep(600)
 """
+)
 
 
 ENGINE = """
@@ -85,7 +86,7 @@ OVERRIDES = [
     "parallel.data=2",
     "engine.replicas=2",
     "bridge.transport=process_group",
-    "cluster={interface: lo, join_timeout: 60, min_bandwidth: 0}",
+    "cluster={interface: lo, join_timeout: 300, min_bandwidth: 0}",
 ]
 
 WELL = "import sys; open(sys.argv[1] + '/summary.json', 'w').write('{}'); os._exit(0)"
@@ -129,7 +130,7 @@ class Pair:
         """Start all and wait until ``acts`` stand-ins run."""
         for rank in range(self.count):
             self.start(rank, *overrides)
-        wait_for(lambda: len(self.acted()) == acts, 60, self.logs)
+        wait_for(lambda: len(self.acted()) == acts, message=self.logs)
 
     def go(self) -> None:
         (self.folder / "go").touch()
@@ -163,7 +164,7 @@ class Pair:
 
     def finish(self) -> list[int]:
         """Exit codes, by rank; nothing must be left."""
-        codes = [launcher.wait(60) for launcher in self.launchers]
-        wait_for(lambda: not self.living() and not self.folders(), 20, self.logs)
+        codes = [launcher.wait(LIMIT) for launcher in self.launchers]
+        wait_for(lambda: not self.living() and not self.folders(), message=self.logs)
         assert list(self.folder.glob("runs/.meeting*")) == []
         return codes

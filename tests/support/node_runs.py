@@ -38,7 +38,7 @@ class Nodes(Run):
                     process_groups.send(launcher.sessions if launcher.processes() else [], signal.SIGKILL)
                     launcher.process.wait()
         for launcher in self.launchers:
-            launcher.assert_nothing_left(seconds=10)
+            launcher.assert_nothing_left(60)
         return self
 
     def log(self, name: str) -> str:

@@ -1,12 +1,15 @@
-"""Run a worker module in several processes joined over gloo, or alone, and return its result."""
+"""Run a function or a worker module in processes joined over gloo, or a module alone; return its result."""
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
+import importlib
 import json
 import multiprocessing.process
 import os
+import pickle
 import random
 import runpy
 import socket
@@ -40,8 +43,8 @@ def run_ranks(
 ) -> Any:
     """Run the module ``worker`` with arguments FOLDER ARGS as ``world`` ranks; return FOLDER/result.json.
 
-    Ranks are forked from a process that has imported Megatron and nothing else, which saves most of their
-    start; fresh: each is an interpreter of its own, for workers that measure memory or need a GPU.
+    Ranks are forked from a process that has imported Megatron, which saves most of their start. fresh: each
+    is an interpreter of its own, for workers that measure memory or need a GPU.
     """
     result = folder / "result.json"
     result.unlink(missing_ok=True)
@@ -77,6 +80,39 @@ def run_to_end(
             _wait(rank, end + 60)
     output = "\n".join(f"--- rank {r}\n{log.read_text()[-3000:]}" for r, log in enumerate(logs))
     return codes, output
+
+
+def ranks[T](world: int) -> Callable[[Callable[..., T]], Callable[..., T]]:
+    """The function runs on ``world`` forked ranks joined over gloo, and returns what it returns on rank 0.
+
+    It must be on the top level of its module. Its first argument is a folder, in which the logs are. A call
+    may have another number of ranks as ``world=`` and a time limit as ``timeout=``.
+    """
+
+    def decorate(function: Callable[..., T]) -> Callable[..., T]:
+        @functools.wraps(function)
+        def run(folder: Path, *arguments: Any, world: int = world, timeout: float = 240) -> T:
+            (folder / "arguments.pkl").write_bytes(pickle.dumps(arguments))
+            words = [function.__module__, function.__name__, str(folder)]
+            codes, output = run_to_end(__name__, world, folder, words, timeout=timeout)
+            assert codes == [0] * world, output
+            return pickle.loads((folder / "result.pkl").read_bytes())
+
+        return run
+
+    return decorate
+
+
+def _run_function(module: str, name: str, folder: Path) -> None:
+    """What a rank of ``ranks`` does."""
+    from rpg_megatron.policy.device import start_device, start_process_group  # slow; on ranks only
+
+    start_process_group(start_device("cpu"))
+    function = getattr(importlib.import_module(module), name).__wrapped__
+    result = function(folder, *pickle.loads((folder / "arguments.pkl").read_bytes()))
+    if torch.distributed.get_rank() == 0:
+        (folder / "result.pkl").write_bytes(pickle.dumps(result))
+    torch.distributed.destroy_process_group()
 
 
 def run_alone(worker: str, folder: Path, *arguments: str, timeout: float = 400) -> Any:
@@ -154,9 +190,11 @@ def _start_fresh(
 
 
 def fork_server() -> Any:
-    """Context of torch's multiprocessing whose processes are forked from one that has imported Megatron."""
+    """Context of torch's multiprocessing whose processes are forked from one that has imported Megatron, and
+    what test modules with functions under ``ranks`` import.
+    """
     context = torch.multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["rpg_megatron.policy.device", "rpg_megatron.training.run"])
+    context.set_forkserver_preload(["rpg_megatron.training.run", "tests.support.layouts", "pytest"])
     return context
 
 
@@ -191,3 +229,7 @@ def _wait(rank: Any, end: float) -> int | None:
         return rank.wait(remaining)
     except subprocess.TimeoutExpired:
         return None
+
+
+if __name__ == "__main__":
+    _run_function(sys.argv[1], sys.argv[2], Path(sys.argv[3]))

@@ -153,6 +153,11 @@ class TrainCommand(Command):
         assert self.published() < version, "the sync began before the sampler was held"
         self.wait(lambda: self.published() == version)
 
+    def wait_for_sync_of(self, engine: int, version: int) -> None:
+        """Wait until the sampler has begun the sync of an engine, and waits for its answers."""
+        log = self.run / "logs" / "sampler.log"
+        self.wait(lambda: f"engine {engine}: sync of version {version} begins\n" in log.read_text())
+
     def hold_rollout(self, engine: int, steps: Iterable[int] = (1, 3)) -> int:
         """Stop an engine in the rollout of the first of the steps in which that succeeds; returns that step.
 
@@ -183,7 +188,7 @@ class TrainCommand(Command):
         files, sampler = self.shared_memory(), self.sampler()
         kill(self.rank(1))
         signal_all([sampler], signal.SIGCONT)  # the launcher may have ended it by now
-        code, err = self.finish(180)
+        code, err = self.finish()
         assert code == 1, f"exit code {code}: {err}\n{self.out.read_text()}"
         assert "rank_1 was killed (SIGKILL" in err
         assert "last words of rank 1" in err
@@ -287,10 +292,10 @@ class Run:
                     continue
         else:
             command.process.send_signal(number)
-        code, err = command.finish(600)
+        code, err = command.finish()
         assert code == 75, self.output() + err
         assert err.startswith(f"stopped: {number.name}; "), err
-        command.assert_nothing_left(seconds=5)
+        command.assert_nothing_left(60)
         assert [file for file in files if file.exists()] == []
 
     def kill(self) -> None:

@@ -170,7 +170,7 @@ class NodesCommand(TrainCommand):
     def finish(self, timeout: float = 60) -> tuple[int, str]:
         """Of the first node, which says why a run ends."""
         code, err = super().finish(timeout)
-        others, its_err = self.second.finish(120)
+        others, its_err = self.second.finish()
         assert code != 0 or others == 0, its_err
         return code, err
 
