@@ -249,6 +249,12 @@ def test_linear_attention_is_read_as_transformers_does(
     )
 
 
+def test_pairs_of_tokens_cost_as_much_as_all_else() -> None:
+    shape = tiny_shape()
+    length = shape.attention_length
+    assert shape.forward_flops(0, shape.squares(length)) == pytest.approx(shape.forward_flops(length, 0))
+
+
 def test_cost_of_linear_attention() -> None:
     """Layers with linear attention have no pairs of tokens, and no keys; their states cost each token."""
     shape = tiny_shape("qwen3_5")  # one of four layers has softmax attention
