@@ -88,8 +88,7 @@ def _draw_seeds_in_blocks() -> None:
     """Let vLLM draw 64 seeds at a time from a request's generator, not one in each step, which takes a tenth
     of a small model's step. They are the same, and so are the tokens.
     """
-    from vllm.v1.sample.ops import topk_topp_sampler as ops
-
+    ops: Any = importlib.import_module("vllm.v1.sample.ops.topk_topp_sampler")
     plain, end = ops.TopKTopPSampler.forward_cpu, 2**31
     unused: WeakKeyDictionary[torch.Generator, list[int]] = WeakKeyDictionary()
 
