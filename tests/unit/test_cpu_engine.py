@@ -34,7 +34,9 @@ def test_packages_are_in_the_same_distributions(tmp_path: Path, monkeypatch: pyt
         texts = {"METADATA": f"Metadata-Version: 2.1\nName: {name}\nVersion: 1\n", "RECORD": "\n".join(rows)}
         for file, text in (texts | files).items():
             (folder / file).write_text(text)
-    monkeypatch.syspath_prepend(str(tmp_path))
+    everywhere = [str(tmp_path), *sys.path]
+    discover = importlib.metadata.Distribution.discover
+    monkeypatch.setattr(importlib.metadata, "distributions", lambda: discover(path=everywhere))
     ours = server.packages_distributions()
     assert ours == importlib.metadata.packages_distributions()
     assert ours["one"] == ["declared"]
