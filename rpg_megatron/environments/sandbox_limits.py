@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 import os
@@ -10,7 +11,10 @@ import shutil
 import subprocess
 import sys
 from dataclasses import asdict, dataclass
+from pathlib import Path
 
+_FIRST_USER = 1_000_000_000
+"""As root, the user of a sandbox's programs is this plus its pid: nobody else's. Containers may have few."""
 LEAST_BWRAP = (0, 4)
 """Version of bubblewrap: the first with all options that are used."""
 
@@ -38,6 +42,21 @@ class SandboxLimits:
 
 _LEAST_MEMORY = 8
 """MiB. With less, whether a short program is ended depends on the pages that others share."""
+
+
+def own_user(number: int, uid_map: str | None = None) -> int:
+    """A user for a sandbox of root, in the last of the ranges of users that this container has.
+
+    number: of the sandbox, its pid. 0 owns the files of images, and 1 runs tests in them. uid_map: for tests.
+    Raises OSError if root is the only user.
+    """
+    last = (uid_map or Path("/proc/self/uid_map").read_text()).splitlines()[-1]
+    first, _, count = map(int, last.split())
+    if first + count > 2 * _FIRST_USER:
+        return _FIRST_USER + number
+    if first + count < 100:
+        raise OSError(errno.EINVAL, "root is the only user of this container; run as another user than root")
+    return first + count - 1 - number % (count // 2)  # the first ones are the system's
 
 
 def find_problem(limits: SandboxLimits = SandboxLimits()) -> str | None:

@@ -31,7 +31,7 @@ from pathlib import Path
 from typing import Any
 
 from rpg_megatron.config.errors import UserError
-from rpg_megatron.environments.sandbox_limits import SandboxLimits, find_problem
+from rpg_megatron.environments.sandbox_limits import SandboxLimits, find_problem, own_user
 from rpg_megatron.system.child import start_program
 from rpg_megatron.system.fork_server import Serve, send_line
 from rpg_megatron.system.limits import lower_limits
@@ -43,8 +43,6 @@ _POLL, _FASTEST = 0.005, 2 << 30
 """Seconds between two looks at the memory of a call, at least; bytes a second that a core can fill."""
 _LARGEST = 8 << 20
 """Bytes of a file that can be read: it is one line of the connection."""
-_FIRST_USER = 1_000_000_000
-"""As root, the user of a sandbox's programs is this plus its pid: nobody else's. Containers may have few."""
 _OF_APPTAINER, _OF_APPTAINER_PROCESSES = 128, 8
 """MiB and processes of Apptainer itself, which are not counted."""
 _OF_BWRAP_PROCESSES = 3
@@ -199,23 +197,10 @@ def _by_bwrap(command: Sequence[str], folders: Sequence[str], rules: int, status
         options += ["--ro-bind", "/dev/null", path]
     options += ["--remount-ro", "/", "--chdir", "/work"]
     if os.geteuid() == 0:  # another user, once files that only root can read are there
-        user = _own_user(Path("/proc/self/uid_map").read_text(), os.getpid())
+        user = own_user(os.getpid())
         options += ["--cap-add", "CAP_SETUID", "--cap-add", "CAP_SETGID"]
         command = ["setpriv", f"--reuid={user}", f"--regid={user}", "--clear-groups", "--", *command]
     return ["bwrap", *options, "--", *command]
-
-
-def _own_user(uid_map: str, pid: int) -> int:
-    """A user for a sandbox of root, in the last of the ranges of users that this container has.
-
-    Raises OSError if root is the only user.
-    """
-    first, _, count = map(int, uid_map.splitlines()[-1].split())
-    if first + count > 2 * _FIRST_USER:
-        return _FIRST_USER + pid
-    if first + count < 100:
-        raise OSError(errno.EINVAL, "root is the only user of this container; run as another user than root")
-    return first + count - 1 - pid % (count // 2)  # the first ones are the system's
 
 
 def _execute(
