@@ -38,6 +38,13 @@ class SandboxLimits:
     image: str = ""
     """File or folder of an Apptainer image, in which programs run; empty: no Apptainer. ``files_mib`` is then
     the limit of each file, on the disk of $TMPDIR."""
+    root: str = ""
+    """Folder of an unpacked image (``images.py``), in which programs run by bubblewrap with a writable layer
+    of ``files_mib`` in memory; empty: programs of the machine."""
+    workdir: str = "/"
+    """With ``root``: where programs start."""
+    variables: tuple[tuple[str, str], ...] = ()
+    """With ``root``: their environment variables."""
 
 
 _LEAST_MEMORY = 8
@@ -88,6 +95,11 @@ def find_problem(limits: SandboxLimits = SandboxLimits()) -> str | None:
     said = _output([sys.executable, "-P", "-m", module, json.dumps(asdict(limits))])
     if said == "ok":  # its exit code is not known in a fork server, whose children the kernel reaps
         return None
+    if limits.root:
+        return (
+            f"images need a writable layer above them ({said}), that is Linux 6.6 with its overlay, and user "
+            "namespaces: sysctl user.max_user_namespaces above 0"
+        )
     if image:
         return f"apptainer cannot run {image}: {said}"
     return (
