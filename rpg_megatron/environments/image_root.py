@@ -101,6 +101,8 @@ class ImageRoot:
         options += ["--symlink", "/tmp", "/dev/shm", "--remount-ro", "/dev"]
         for path in filter(os.path.exists, ("/proc/keys", "/proc/key-users")):
             options += ["--ro-bind", "/dev/null", path]
+        if self.limits.network and not self.testing:
+            options += ["--ro-bind-try", "/etc/resolv.conf", "/etc/resolv.conf"]
         for place, source in self._given.items():
             options += ["--ro-bind", source, place]
         if self.testing:
@@ -122,9 +124,9 @@ class ImageRoot:
         folder = Path(_GIVEN, str(len(self._given)))
         with tarfile.open(fileobj=io.BytesIO(tar)) as members:
             members.extractall(folder, filter="tar")
-        if self.other_user:
+        if self.other_user and place == "/tests":
             os.chown(folder, 1, 1)
-        os.chmod(folder, 0o700 if self.other_user else 0o755)
+        os.chmod(folder, 0o700 if place == "/tests" else 0o755)
         self._given[place] = str(folder)
 
     def begin_tests(self, keep: Sequence[str]) -> None:

@@ -45,6 +45,9 @@ class SandboxLimits:
     """With ``root``: where programs start."""
     variables: tuple[tuple[str, str], ...] = ()
     """With ``root``: their environment variables."""
+    network: bool = False
+    """With ``root``: whether programs have the machine's network, and no filter of system calls, until tests
+    begin; for programs that are trusted."""
 
 
 _LEAST_MEMORY = 8

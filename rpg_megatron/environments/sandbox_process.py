@@ -194,8 +194,10 @@ def _by_bwrap(
 
     rules: descriptor of the filter. status: one where bwrap says what it does, which programs do not get.
     """
-    options = [f"--unshare-{kind}" for kind in ("ipc", "pid", "net", "uts", "cgroup-try")]
-    options += ["--die-with-parent", "--new-session", "--cap-drop", "ALL", "--seccomp", str(rules)]
+    network = image is not None and image.limits.network and not image.testing
+    options = [f"--unshare-{kind}" for kind in ("ipc", "pid", "uts", "cgroup-try")]
+    options += [] if network else ["--unshare-net", "--seccomp", str(rules)]
+    options += ["--die-with-parent", "--new-session", "--cap-drop", "ALL"]
     options += ["--json-status-fd", str(status)]
     if image is not None:
         return ["bwrap", *options, *image.options(), "--", *command]

@@ -45,7 +45,7 @@ def make_root(root: Path, programs: Sequence[str] = SHELL, *, python: bool = Fal
 
 def make_squashfs(root: Path, file: Path) -> Path:
     """A squashfs of a folder."""
-    command = ["mksquashfs", str(root), str(file), "-noappend", "-all-root", "-comp", "gzip", "-quiet", "-no-progress"]
+    command = ["mksquashfs", str(root), str(file), "-noappend", "-all-root", "-noI", "-noD", "-noF", "-quiet"]
     subprocess.run(command, check=True, capture_output=True)
     return file
 
