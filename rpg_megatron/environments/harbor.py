@@ -23,6 +23,7 @@ from typing import NamedTuple
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from rpg_megatron.config.files import open_regular
 from rpg_megatron.environments.harbor_tasks import HarborTask, problems, read_task
 from rpg_megatron.environments.images import cache_folder, open_image
 from rpg_megatron.environments.sandbox import Sandbox, Sandboxes, SandboxLimits, SandboxResult
@@ -197,7 +198,10 @@ async def play(task: EpisodeTask, generate: Generate, score: ScoreText, settings
     row, began = task.row or {}, time.monotonic()
     async with open_task(read_task(row["task"], row["image"]), settings) as opened:
         metrics = {"image_seconds": time.monotonic() - began}
-        tools = [function_tool(shell(opened, settings.seconds), "shell"), function_tool(edit_file(opened), "edit_file")]
+        tools = [
+            function_tool(shell(opened, settings.seconds), "shell"),
+            function_tool(edit_file(opened), "edit_file"),
+        ]
         toolbox = Toolbox(tools, seconds=math.inf, characters=settings.characters)
         messages = [{"role": "system", "content": settings.system}] if settings.system else []
         await chat(task.base_url, task.api_key, [*messages, {"role": "user", "content": task.text}], toolbox)
@@ -217,7 +221,7 @@ def pack(folder: Path) -> bytes:
 
 def script_command(script: Path, place: str) -> list[str]:
     """The command that runs a script at this place in an image, also if its mode does not allow that."""
-    with open(script, "rb") as file:
+    with open_regular(script) as file:
         first = file.readline(256).decode(errors="replace")
     return [*shlex.split(first[2:]), place] if first.startswith("#!") else ["sh", place]
 

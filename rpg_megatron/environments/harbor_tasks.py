@@ -17,8 +17,8 @@ from typing import Annotated, Any, NamedTuple
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
-from rpg_megatron.config import files
 from rpg_megatron.config.errors import UserError
+from rpg_megatron.config.files import open_regular, read_json, read_text
 
 _NAME = "rpg_megatron.environments.harbor"
 MAP = "images.json"
@@ -151,7 +151,10 @@ def problems(
         raise UserError(f"{_NAME}: {'; '.join(_listed(unmapped, refused))}")
     if not tasks:
         raise UserError(f"{_NAME}: no folder below {folder} has a task.toml and an image")
-    return ({"prompt": t.instruction, "answer": t.folder.name, "task": str(t.folder), "image": t.image} for t in tasks)
+    return (
+        {"prompt": t.instruction, "answer": t.folder.name, "task": str(t.folder), "image": t.image}
+        for t in tasks
+    )
 
 
 def find_tasks(
@@ -169,7 +172,7 @@ def find_tasks(
     if isinstance(images, str):
         file = Path(images).absolute()
         try:
-            given = files.read_json(file)
+            given = read_json(file)
             images = {str(name): str(file.parent / path) for name, path in given.items()}
         except (OSError, ValueError, AttributeError, TypeError) as e:
             raise UserError(f"{images} is no JSON object with paths of images: {e}") from None
@@ -193,7 +196,9 @@ def _listed(unmapped: list[str], refused: Mapping[str, str]) -> list[str]:
     listed = list(refused.values())
     if unmapped:
         what = f"{len(unmapped)} tasks have no image here: {', '.join(unmapped)}"
-        listed.append(f"{what}; name one in images, by task or docker_image, since none is built or downloaded")
+        listed.append(
+            f"{what}; name one in images, by task or docker_image, since none is built or downloaded"
+        )
     return listed
 
 
@@ -205,10 +210,10 @@ def read_task(folder: str, image: str) -> HarborTask:
     given = [key for key in _NOT_USED if _value(config, key, given=True) not in (None, "no-network")]
     environment, docker = config.environment, ""
     try:
-        instruction = files.read_text(place / "instruction.md")
+        instruction = read_text(place / "instruction.md")
         if (place / "environment/Dockerfile").is_file():
-            docker = files.read_text(place / "environment/Dockerfile")
-        files.open_regular(place / "tests/test.sh").close()
+            docker = read_text(place / "environment/Dockerfile")
+        open_regular(place / "tests/test.sh").close()
     except (OSError, UnicodeDecodeError) as e:
         raise UserError(f"{place}: {e}; a task has instruction.md and tests/test.sh") from None
     workdir = "/" if docker else ""
@@ -233,7 +238,7 @@ def read_task(folder: str, image: str) -> HarborTask:
 def _config_of(place: Path) -> _Config:
     file = place / "task.toml"
     try:
-        values = tomllib.loads(files.read_text(file))
+        values = tomllib.loads(read_text(file))
         config = _Config(**_with_new_names(values))
     except (OSError, ValueError, RecursionError) as e:
         said = str(e)
@@ -244,15 +249,21 @@ def _config_of(place: Path) -> _Config:
         if _value(config, key):
             raise UserError(f"{file}: {key}: {what} are not supported; leave this task out")
     if config.environment.os.lower() != "linux" or config.verifier.environment_mode not in ("shared", None):
-        raise UserError(f"{file}: only Linux, and verifier.environment_mode shared, are supported; leave this task out")
+        raise UserError(
+            f"{file}: only Linux, and verifier.environment_mode shared, are supported; leave this task out"
+        )
     for name in ("docker-compose.yaml", "docker-compose.yml", "singularity-compose.yaml"):
         if (place / "environment" / name).exists():
-            raise UserError(f"{place}/environment/{name}: docker compose is not supported; leave this task out")
+            raise UserError(
+                f"{place}/environment/{name}: docker compose is not supported; leave this task out"
+            )
     if (place / "trajectory.json").exists():
         raise UserError(f"{place}/trajectory.json: earlier turns are not supported; leave this task out")
     for section in (config.environment, config.verifier, config.solution):
         if templates := [name for name, value in section.env.items() if "${" in value]:
-            raise UserError(f"{file}: env.{templates[0]} is a template of this machine's variables; write its value")
+            raise UserError(
+                f"{file}: env.{templates[0]} is a template of this machine's variables; write its value"
+            )
     return config
 
 
@@ -270,7 +281,10 @@ def _with_new_names(values: dict[str, Any]) -> dict[str, Any]:
     if "version" in values:
         values.setdefault("schema_version", values.pop("version"))
     verifier = values.get("verifier")
-    for section in (values.get("environment"), verifier.get("environment") if isinstance(verifier, dict) else None):
+    for section in (
+        values.get("environment"),
+        verifier.get("environment") if isinstance(verifier, dict) else None,
+    ):
         if not isinstance(section, dict):
             continue
         for old in ("memory", "storage"):

@@ -23,15 +23,16 @@ import struct
 import subprocess
 import tarfile
 from collections.abc import Sequence
-from contextlib import suppress
 from pathlib import Path
 
-from rpg_megatron.config import files
+from rpg_megatron.config.files import read_text, remove
 from rpg_megatron.environments.sandbox_limits import SandboxLimits, own_user
 
 _OWN = "/sys"
 """Where this process mounts its folders: it is on every machine, and no program here needs it."""
-LAYER, _LOWER, _ROOT, _GIVEN, _RESULTS = (f"{_OWN}/{name}" for name in ("work", "image", "root", "given", "logs"))
+LAYER, _LOWER, _ROOT, _GIVEN, _RESULTS = (
+    f"{_OWN}/{name}" for name in ("work", "image", "root", "given", "logs")
+)
 _PRIVATE, NOSUID_NODEV, DETACH, _BIND = 0x4000 | 1 << 18, 2 | 4, 2, 0x1000 | 0x4000
 _IN_ROOT, _OPENAT2, _SET_DUMPABLE = 0x10 | 0x02, 437, 4
 _GIVEN_MIB, _RESULTS_MIB = 256, 16
@@ -40,7 +41,9 @@ _CAPABILITIES = "CHOWN", "DAC_OVERRIDE", "FOWNER", "FSETID", "KILL", "SETGID", "
 DEVICES = {"/dev/null": "null", "/dev/full": "zero", "/dev/urandom": "urandom", "/dev/random": "random"}
 """/dev/full reads as /dev/zero does, but cannot be mapped: the size of such memory cannot be seen."""
 
-SYSTEM = frozenset("bin boot dev etc lib lib32 lib64 libx32 logs opt proc root run sbin solution sys tests usr".split())
+SYSTEM = frozenset(
+    ["bin", "boot", "dev", "etc", "lib", "lib32", "lib64", "libx32", "logs", "opt", "proc", "root", "run", "sbin", "solution", "sys", "tests", "usr"]
+)
 """Folders at the top of an image that tests see as the image has them."""
 START_UP = re.compile(
     r"conftest\.py|(site|user)customize\.py|.*\.(pth|pyc)|__pycache__|\.?pytest\.(ini|toml)|tox\.ini|setup\.cfg|"
@@ -85,7 +88,12 @@ class ImageRoot:
             self._bind_image()
         for place in (LAYER, _ROOT, _GIVEN, _RESULTS):
             os.mkdir(place)
-        mount(LAYER, "tmpfs", NOSUID_NODEV, f"size={limits.files_mib}m,nr_inodes={256 * limits.files_mib},mode=755")
+        mount(
+            LAYER,
+            "tmpfs",
+            NOSUID_NODEV,
+            f"size={limits.files_mib}m,nr_inodes={256 * limits.files_mib},mode=755",
+        )
         mount(_GIVEN, "tmpfs", NOSUID_NODEV, f"size={_GIVEN_MIB}m,mode=755")
         os.mkdir(f"{LAYER}/upper", 0o755)
         os.mkdir(f"{LAYER}/work", 0o755)
@@ -97,7 +105,11 @@ class ImageRoot:
         for source, name in DEVICES.items():
             options += ["--dev-bind", source, f"/dev/{name}"]
         for number, name in enumerate(("fd", "stdin", "stdout", "stderr")):
-            options += ["--symlink", f"/proc/self/fd/{number - 1}" if number else "/proc/self/fd", f"/dev/{name}"]
+            options += [
+                "--symlink",
+                f"/proc/self/fd/{number - 1}" if number else "/proc/self/fd",
+                f"/dev/{name}",
+            ]
         options += ["--symlink", "/tmp", "/dev/shm", "--remount-ro", "/dev"]
         for path in filter(os.path.exists, ("/proc/keys", "/proc/key-users")):
             options += ["--ro-bind", "/dev/null", path]
@@ -221,7 +233,7 @@ def restore(upper: str, lower: str, keep: Sequence[str], programs: Sequence[str]
             in_system = not is_own and (is_system or (place == "/" and name in SYSTEM))
             leads = is_folder and any(each.startswith(path + "/") for each in keep)
             if (runs and not is_own) or (in_system and not leads):
-                files.remove(Path(upper + path))
+                remove(Path(upper + path))
             elif is_folder:
                 folders.append((path, in_system))
 
@@ -269,7 +281,7 @@ def _subordinate_user() -> int | None:
         return None
     try:
         names = pwd.getpwuid(os.geteuid()).pw_name, str(os.geteuid())
-        tables = [files.read_text(Path(f"/etc/{name}")).splitlines() for name in ("subuid", "subgid")]
+        tables = [read_text(Path(f"/etc/{name}")).splitlines() for name in ("subuid", "subgid")]
         first = [{int(line.split(":")[1]) for line in each if line.split(":")[0] in names} for each in tables]
         return min(first[0] & first[1], default=None)
     except (OSError, KeyError, ValueError, IndexError):

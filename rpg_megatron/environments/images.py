@@ -23,8 +23,19 @@ from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple
 
-from rpg_megatron.config import files
 from rpg_megatron.config.errors import UserError
+from rpg_megatron.config.files import (
+    atomic_write_text,
+    folder_size,
+    open_own,
+    open_private,
+    open_regular,
+    read_json,
+    read_text,
+    real_path,
+    remove,
+    rename,
+)
 from rpg_megatron.environments.sandbox_limits import own_user
 
 _PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
@@ -56,18 +67,20 @@ def open_image(path: str, cache: Path, limit_gib: float = 100.0) -> Iterator[Ima
 
     Raises UserError: no image, a damaged one, a program that is missing, a full disk, too large for the limit.
     """
-    source = files.real_path(Path(path))
+    source = real_path(Path(path))
     try:
         kind, identity = _kind_of(source)
     except (OSError, ValueError, LookupError, TypeError) as e:
-        raise UserError(f"image {path}: {e}; give a .sif file, an OCI layout or a folder with files") from None
+        raise UserError(
+            f"image {path}: {e}; give a .sif file, an OCI layout or a folder with files"
+        ) from None
     if kind == "folder" and os.geteuid():
         yield _image_of(source, source)
         return
     with ExitStack() as stack:
         try:
             cache.mkdir(mode=0o700, parents=True, exist_ok=True)
-            os.close(files.open_private(cache))
+            os.close(open_private(cache))
             place = cache / hashlib.sha256(f"{source}\0{identity}".encode()).hexdigest()[:32]
             lock = stack.enter_context(_locked(place, fcntl.LOCK_SH))
             while not place.exists():
@@ -98,7 +111,7 @@ def _kind_of(source: Path) -> tuple[str, str]:
 
 def _squashfs_offset(source: Path) -> int:
     """Where the squashfs begins in a .sif file, or in a file that is one."""
-    with files.open_regular(source) as file:
+    with open_regular(source) as file:
         head = file.read(_SIF_HEADER.size)
         if head[:4] == b"hsqs":
             return 0
@@ -117,7 +130,7 @@ def _squashfs_offset(source: Path) -> int:
 
 
 def _manifest(source: Path) -> dict[str, Any]:
-    manifests = files.read_json(source / "index.json")["manifests"]
+    manifests = read_json(source / "index.json")["manifests"]
     if len(manifests) != 1:
         raise ValueError(f"this layout has {len(manifests)} images; make one with a single image")
     return dict(manifests[0])
@@ -126,7 +139,7 @@ def _manifest(source: Path) -> dict[str, Any]:
 def _unpack(source: Path, kind: str, place: Path) -> None:
     """Unpack an image, with its size. Nothing is left of one that fails; what a killed process left is removed."""
     part = place.with_suffix(".part")
-    files.remove(part)
+    remove(part)
     try:
         part.mkdir()
         root = str(part / "root")
@@ -142,16 +155,18 @@ def _unpack(source: Path, kind: str, place: Path) -> None:
         _run("chmod", "-R", "u+rwX", root)  # as root has it in a container
         if os.geteuid() == 0:
             _run("chown", "-hR", f"{own_user(0)}:{own_user(0)}", root)
-        files.atomic_write_text(part / "size", str(files.folder_size(part)))
-        files.rename(part, place)
+        atomic_write_text(part / "size", str(folder_size(part)))
+        rename(part, place)
     except BaseException:
-        files.remove(part, ignore_errors=True)
+        remove(part, ignore_errors=True)
         raise
 
 
 def _run(program: str, *arguments: str) -> None:
     if shutil.which(program) is None:
-        raise UserError(f"{program} is not on the PATH; install squashfs-tools on each node, or unpack the image")
+        raise UserError(
+            f"{program} is not on the PATH; install squashfs-tools on each node, or unpack the image"
+        )
     done = subprocess.run([program, *arguments], stdin=subprocess.DEVNULL, capture_output=True)
     if done.returncode:
         said = (done.stderr or done.stdout).decode(errors="replace").strip().splitlines() or ["no message"]
@@ -161,7 +176,7 @@ def _run(program: str, *arguments: str) -> None:
 def _unpack_layers(source: Path, part: Path) -> None:
     """The layers of an OCI image, one over the other. A whiteout removes what is below it."""
     part.mkdir()
-    for layer in files.read_json(_blob(source, _manifest(source)["digest"]))["layers"]:
+    for layer in read_json(_blob(source, _manifest(source)["digest"]))["layers"]:
         if "zstd" in layer["mediaType"]:
             raise ValueError(f"a layer is compressed by zstd ({layer['digest']}); make the image with gzip")
         with tarfile.open(_blob(source, layer["digest"])) as tar:
@@ -173,7 +188,7 @@ def _blob(source: Path, digest: str) -> Path:
     algorithm, _, name = digest.partition(":")
     if algorithm != "sha256" or not re.fullmatch("[0-9a-f]{64}", name):
         raise ValueError(f"{digest} is no SHA-256")
-    with files.open_regular(source / "blobs" / algorithm / name) as file:
+    with open_regular(source / "blobs" / algorithm / name) as file:
         if hashlib.file_digest(file, "sha256").hexdigest() != name:
             raise ValueError(f"the content of {digest} is another; copy the image again")
     return source / "blobs" / algorithm / name
@@ -181,12 +196,12 @@ def _blob(source: Path, digest: str) -> Path:
 
 def _safe_layer(root: Path) -> Callable[[tarfile.TarInfo, str], tarfile.TarInfo | None]:
     """A filter that keeps files inside the folder, applies whiteouts and leaves devices out."""
-    real = files.real_path(root)
+    real = real_path(root)
 
     def inside(name: str) -> Path:
         """The place of a file, which may itself be a link."""
         path = root / name.lstrip("/")
-        place = files.real_path(path.parent) / path.name
+        place = real_path(path.parent) / path.name
         if not place.is_relative_to(real) or path.name == "..":
             raise ValueError(f"a layer has the file {name}, which leads outside")
         return place
@@ -195,15 +210,15 @@ def _safe_layer(root: Path) -> Callable[[tarfile.TarInfo, str], tarfile.TarInfo 
         place = inside(member.name)
         if place.name == ".wh..wh..opq":
             for each in place.parent.iterdir() if place.parent.is_dir() else ():
-                files.remove(each)
+                remove(each)
             return None
         if place.name.startswith(".wh."):
-            files.remove(place.with_name(place.name.removeprefix(".wh.")))
+            remove(place.with_name(place.name.removeprefix(".wh.")))
             return None
         if member.isdev():
             return None
         if place.is_symlink() or (place.exists() and not (place.is_dir() and member.isdir())):
-            files.remove(place)  # also a folder that a file replaces
+            remove(place)  # also a folder that a file replaces
         if member.islnk():
             inside(member.linkname)
             member = member.replace(linkname=member.linkname.lstrip("/"), deep=False)
@@ -216,21 +231,21 @@ def _image_of(root: Path, source: Path) -> Image:
     """An unpacked image with what it says of its programs."""
     variables, workdir = {"PATH": _PATH}, ""
     if (source / "oci-layout").is_file():
-        manifest = files.read_json(_blob(source, _manifest(source)["digest"]))
-        config = files.read_json(_blob(source, manifest["config"]["digest"])).get("config") or {}
+        manifest = read_json(_blob(source, _manifest(source)["digest"]))
+        config = read_json(_blob(source, manifest["config"]["digest"])).get("config") or {}
         variables |= dict(each.partition("=")[::2] for each in config.get("Env") or ())
         workdir = str(config.get("WorkingDir") or "")
     else:
         for script in sorted((root / ".singularity.d" / "env").glob("*.sh")):
             with suppress(OSError, ValueError):
-                variables |= _VARIABLE.findall(files.read_text(script, files.real_path(root)))
+                variables |= _VARIABLE.findall(read_text(script, real_path(root)))
     return Image(root, variables, str(PurePosixPath("/", workdir)) if workdir else "")
 
 
 @contextmanager
 def _locked(place: Path, how: int) -> Iterator[int]:
     """The lock of an image, a file beside it that stays; its time is that of the image's last use."""
-    with files.open_own(place.with_suffix(".lock"), "ab", permissions=0o600) as lock:
+    with open_own(place.with_suffix(".lock"), "ab", permissions=0o600) as lock:
         fcntl.flock(lock, how)
         yield lock.fileno()
 
@@ -241,13 +256,13 @@ def _evict(own: Path, limit_gib: float) -> None:
     for file in own.parent.glob("*/size"):
         with suppress(OSError, ValueError):
             used = file.parent.with_suffix(".lock").stat().st_mtime
-            kept[file.parent] = used, int(files.read_text(file))
+            kept[file.parent] = used, int(read_text(file))
     total, limit = sum(size for _, size in kept.values()), limit_gib * 2**30
     for place, (_, size) in sorted(kept.items(), key=lambda item: item[1]):
         if total > limit and place != own:
             with suppress(BlockingIOError), _locked(place, fcntl.LOCK_EX | fcntl.LOCK_NB):
-                files.remove(place)
+                remove(place)
                 total -= size
     if kept[own][1] > limit:
-        files.remove(own)
+        remove(own)
         raise ValueError(f"it has {kept[own][1] / 2**30:.2g} GiB, and the cache a limit of {limit_gib:g} GiB")

@@ -33,8 +33,8 @@ from typing import Any
 
 from rpg_megatron.config.errors import UserError
 from rpg_megatron.environments.image_root import (
-    DEVICES,
     DETACH,
+    DEVICES,
     LAYER,
     NOSUID_NODEV,
     ImageRoot,

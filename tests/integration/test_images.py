@@ -82,7 +82,11 @@ def test_a_layout_of_several_layers(tmp_path: Path) -> None:
         tmp_path / "layout",
         layer(add("usr/a", b"1"), add("usr/b", b"1"), add("d/x", b"1"), add("d/y", b"1"), add("e/x", b"1")),
         layer(add("usr/.wh.a"), add("usr/b", b"2"), add("d/.wh..wh..opq"), add("d/z", b"2"), add(".wh.e")),
-        layer(add("bin", type=link, linkname="usr"), add("hard", type=hard, linkname="/usr/b"), add("null", type=device)),
+        layer(
+            add("bin", type=link, linkname="usr"),
+            add("hard", type=hard, linkname="/usr/b"),
+            add("null", type=device),
+        ),
         layer(add("bin/c", b"3"), add("out", type=link, linkname="/etc"), add("usr/b", b"4")),
     )
     with open_image(str(source), tmp_path / "cache") as image:
@@ -139,7 +143,10 @@ def test_a_damaged_layer_is_told(tmp_path: Path) -> None:
     for blob in (source / "blobs/sha256").iterdir():
         if blob.read_bytes()[:2] == b"\x1f\x8b":
             blob.write_bytes(blob.read_bytes() + b"x")
-    with pytest.raises(UserError, match=r"the content of sha256:\w+ is another"), open_image(str(source), tmp_path / "cache"):
+    with (
+        pytest.raises(UserError, match=r"the content of sha256:\w+ is another"),
+        open_image(str(source), tmp_path / "cache"),
+    ):
         pass
 
 
@@ -169,7 +176,9 @@ def workers(count: int, *arguments: Path) -> list[subprocess.Popen[str]]:
 
 
 def image_of(tmp_path: Path, name: str, size: int = 0) -> Path:
-    return make_layout(tmp_path / name, layer(add("usr/share/file", name.encode()), add("usr/large", bytes(size))))
+    return make_layout(
+        tmp_path / name, layer(add("usr/share/file", name.encode()), add("usr/large", bytes(size)))
+    )
 
 
 def test_workers_at_once_unpack_an_image_once(tmp_path: Path) -> None:
@@ -231,5 +240,8 @@ def test_a_folder_is_used_where_it_is_unless_root_needs_files_of_another_user(tm
 
 
 def test_an_error_inside_is_not_taken_for_one_of_the_image(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="mine"), open_image(str(image_of(tmp_path, "one")), tmp_path / "cache"):
+    with (
+        pytest.raises(ValueError, match="mine"),
+        open_image(str(image_of(tmp_path, "one")), tmp_path / "cache"),
+    ):
         raise ValueError("mine")

@@ -25,7 +25,7 @@ import pytest
 from pydantic import ValidationError
 
 from rpg_megatron.config import UserError
-from rpg_megatron.environments import sandbox_process, standard_tools
+from rpg_megatron.environments import standard_tools
 from rpg_megatron.environments.sandbox import Sandbox, Sandboxes, SandboxResult
 from rpg_megatron.environments.sandbox_limits import SandboxLimits, find_problem, own_user
 from rpg_megatron.environments.tools import ToolUse

@@ -22,7 +22,7 @@ timeout_sec = {seconds}
 [verifier]
 timeout_sec = {test_seconds}
 """
-CHECK = '#!/bin/bash\nif {condition}; then echo 1 > /logs/verifier/reward.txt; else echo 0 > /logs/verifier/reward.txt; fi\n'
+CHECK = "#!/bin/bash\nif {condition}; then echo 1 > /logs/verifier/reward.txt; else echo 0 > /logs/verifier/reward.txt; fi\n"
 AS_POLICY = "setpriv --reuid 1 --regid 1 --clear-groups"
 
 

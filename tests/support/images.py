@@ -12,10 +12,7 @@ import tarfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-SHELL = (
-    "sh bash cat ls mkdir rmdir rm cp mv ln chmod touch sleep env id head tail wc sort grep sed dd true false mkfifo "
-    "tr cut seq expr test timeout setsid nohup setpriv sha256sum stat find dirname readlink"
-).split()
+SHELL = ["sh", "bash", "cat", "ls", "mkdir", "rmdir", "rm", "cp", "mv", "ln", "chmod", "touch", "sleep", "env", "id", "head", "tail", "wc", "sort", "grep", "sed", "dd", "true", "false", "mkfifo", "tr", "cut", "seq", "expr", "test", "timeout", "setsid", "nohup", "setpriv", "sha256sum", "stat", "find", "dirname", "readlink"]
 VARIABLES = {"PATH": "/usr/local/bin:/usr/bin:/bin", "GREETING": "hello there"}
 
 
@@ -28,8 +25,12 @@ def make_root(root: Path, programs: Sequence[str] = SHELL, *, python: bool = Fal
     if python:
         real = Path("/usr/bin/python3").resolve()
         found += [str(real)]
-        skipped = shutil.ignore_patterns("__pycache__", "test", "tests", "idlelib", "lib2to3", "config-*", "dist-packages")
-        shutil.copytree(f"/usr/lib/{real.name}", root / "usr/lib" / real.name, ignore=skipped, dirs_exist_ok=True)
+        skipped = shutil.ignore_patterns(
+            "__pycache__", "test", "tests", "idlelib", "lib2to3", "config-*", "dist-packages"
+        )
+        shutil.copytree(
+            f"/usr/lib/{real.name}", root / "usr/lib" / real.name, ignore=skipped, dirs_exist_ok=True
+        )
         (root / "usr/bin/python3").symlink_to(real.name)
     modules = [str(path) for path in (root / "usr/lib").rglob("*.so")]
     said = subprocess.run(["ldd", *found, *modules], capture_output=True, text=True).stdout
@@ -63,7 +64,9 @@ def make_sif(root: Path, file: Path) -> Path:
         head = struct.pack("<iBIII8q", kind, 1, number, 0xF0000001, 0, offset, size, size, 0, 0, 0, 0, 0)[:-8]
         return head.ljust(73, b"\0") + b"squash".ljust(128, b"\0") + extra.ljust(384, b"\0")
 
-    entries = entry(0x4001, 1, 32768, 16, b"") + entry(0x4004, 2, start, len(squashfs), struct.pack("<ii", 1, 2))
+    entries = entry(0x4001, 1, 32768, 16, b"") + entry(
+        0x4004, 2, start, len(squashfs), struct.pack("<ii", 1, 2)
+    )
     header = b"#!/usr/bin/env run-singularity\n\0" + b"SIF_MAGIC\0" + b"01\0" + b"02\0" + bytes(16)
     header += struct.pack("<8q", 0, 0, 46, 48, 4096, 48 * 585, 32768, start + len(squashfs) - 32768)
     content = header.ljust(4096, b"\0") + entries.ljust(48 * 585, b"\0")
@@ -85,7 +88,10 @@ def make_layout(folder: Path, *layers: Callable[[tarfile.TarFile], None], workdi
     for number, add in enumerate(layers):
         with tarfile.open(folder / "layer", "w:gz" if number % 2 == 0 else "w") as tar:
             add(tar)
-        made.append(blob((folder / "layer").read_bytes()) | {"mediaType": "application/vnd.oci.image.layer.v1.tar+gzip"})
+        made.append(
+            blob((folder / "layer").read_bytes())
+            | {"mediaType": "application/vnd.oci.image.layer.v1.tar+gzip"}
+        )
     config = {"config": {"Env": [f"{n}={v}" for n, v in VARIABLES.items()], "WorkingDir": workdir}}
     manifest = {"config": blob(json.dumps(config).encode()), "layers": made}
     (folder / "index.json").write_text(json.dumps({"manifests": [blob(json.dumps(manifest).encode())]}))

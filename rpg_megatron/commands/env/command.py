@@ -9,7 +9,6 @@ import time
 from pathlib import Path
 from typing import NamedTuple
 
-from rpg_megatron.commands.console import table_console
 from rpg_megatron.config.errors import UserError
 from rpg_megatron.environments.harbor import ImageSettings, Tested, boxes, open_task, pack, script_command
 from rpg_megatron.environments.harbor_tasks import HarborTask, find_tasks
@@ -40,26 +39,30 @@ def check_tasks(
     """
     tasks, unmapped, refused = find_tasks(str(folder), str(images) if images else None)
     if not tasks and not unmapped and not refused:
-        raise UserError(f"no folder below {folder} has a task.toml; give a folder with tasks of Harbor's format")
+        raise UserError(
+            f"no folder below {folder} has a task.toml; give a folder with tasks of Harbor's format"
+        )
     bad = {name.partition(" ")[0]: f"has no image: {name}; name one in images" for name in unmapped} | refused
     boxes()  # a machine without sandboxes is told before any task
     limit = seconds or math.inf
-    capped = [t._replace(seconds=min(t.seconds or 3600.0, limit), test_seconds=min(t.test_seconds, limit)) for t in tasks]
+    capped = [
+        t._replace(seconds=min(t.seconds or 3600.0, limit), test_seconds=min(t.test_seconds, limit))
+        for t in tasks
+    ]
     bad |= asyncio.run(_check_all(capped, settings, network))
-    console = table_console()
     keys = sorted({key for task in tasks for key in task.not_used})
     for key in keys:
         count = sum(key in task.not_used for task in tasks)
-        console.print(f"not used: {key}, in {count} tasks", markup=False)
+        print(f"not used: {key}, in {count} tasks")
     for name, what in sorted(bad.items()):
-        console.print(f"bad: {name}: {what}", markup=False)
+        print(f"bad: {name}: {what}")
     total = len(tasks) + len(unmapped) + len(refused)
-    console.print(f"{total - len(bad)} of {total} tasks give 1 with their solution and 0 without", markup=False)
+    print(f"{total - len(bad)} of {total} tasks give 1 with their solution and 0 without")
     return len(bad)
 
 
 async def _check_all(tasks: list[HarborTask], settings: ImageSettings, network: bool) -> dict[str, str]:
-    places, console, done = asyncio.Semaphore(settings.at_once), table_console(), 0
+    places, done = asyncio.Semaphore(settings.at_once), 0
     bad: dict[str, str] = {}
 
     async def check(task: HarborTask) -> None:
@@ -72,7 +75,7 @@ async def _check_all(tasks: list[HarborTask], settings: ImageSettings, network: 
                 wrong = str(e)
         done += 1
         took = f"{time.monotonic() - began:.1f} s"
-        console.print(f"[{done}/{len(tasks)}] {task.folder.name}: {wrong or 'good'} ({took})", markup=False)
+        print(f"[{done}/{len(tasks)}] {task.folder.name}: {wrong or 'good'} ({took})", flush=True)
         if wrong:
             bad[task.folder.name] = wrong
 
@@ -110,11 +113,14 @@ async def _run(task: HarborTask, settings: ImageSettings, *, solve: bool, networ
             script = task.folder / "solution/solve.sh"
             await opened.sandbox.give({"/solution": await asyncio.to_thread(pack, script.parent)})
             variables = [f"{name}={value}" for name, value in task.solution_variables.items()]
-            command = [*(["env", *variables] if variables else []), *script_command(script, "/solution/solve.sh")]
+            command = [
+                *(["env", *variables] if variables else []),
+                *script_command(script, "/solution/solve.sh"),
+            ]
             result = await opened.run(command, task.seconds or 3600.0)
             output, ended = result.output, result.ended
         return _Run(await opened.test(), output, ended)
 
 
 def _end_of(output: str) -> str:
-    return " | ".join(output.strip().splitlines()[-2:])[-200:] or "it prints nothing"
+    return " | ".join(output.strip().splitlines()[-2:])[-200:] or "nothing is printed"

@@ -25,15 +25,20 @@ def _group() -> None:
 
 @env.command()
 def check(
-    folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="Tasks in Harbor's format, or one of them.")],
+    folder: Annotated[
+        Path, typer.Argument(metavar="FOLDER", help="Tasks in Harbor's format, or one of them.")
+    ],
     images: Annotated[
         Path | None,
         typer.Option(
-            metavar="FILE", help="JSON with an image for each task or docker_image. [default: FOLDER/images.json]"
+            metavar="FILE",
+            help="JSON with an image for each task or docker_image. [default: FOLDER/images.json]",
         ),
     ] = None,
     cache: Annotated[Path | None, typer.Option(metavar="DIR", help="Folder for unpacked images.")] = None,
-    at_once: Annotated[int | None, typer.Option(min=1, help="Tasks at once. [default: one for each core]")] = None,
+    at_once: Annotated[
+        int | None, typer.Option(min=1, help="Tasks at once. [default: one for each core]")
+    ] = None,
     seconds: Annotated[float | None, typer.Option(min=0.1, help="Limit of a solution, and of tests.")] = None,
     keep: Annotated[
         list[str] | None, typer.Option(metavar="PATH", help="See keep in docs/environments.md; repeat it.")
@@ -54,7 +59,11 @@ def check(
         from rpg_megatron.commands.env.command import check_tasks
         from rpg_megatron.environments.harbor import ImageSettings
 
-    given = {"cache": str(cache or ""), "keep": tuple(keep or ()), **({"at_once": at_once} if at_once else {})}
+    given = {
+        "cache": str(cache or ""),
+        "keep": tuple(keep or ()),
+        **({"at_once": at_once} if at_once else {}),
+    }
     with exit_on_interrupt():
         bad = check_tasks(folder, images, ImageSettings(**given), seconds=seconds, network=network)
     if bad:

@@ -1,0 +1,219 @@
+"""What a policy does in a task's image to get a reward that it has not earned, and what it gets.
+
+Why: reinforcement learning finds each way to a reward, so one that can be forged is learnt. Each kind of attack
+is made as the policy could, by commands in the image before the tests; the task is never solved. With
+``RPG_HOSTILE=200``, the long test makes that many episodes, of all kinds at random, several attacks in each.
+Not covered: code of the policy that tests themselves load (docs/security.md), faults of the kernel.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+import shutil
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from rpg_megatron.environments.harbor import ImageSettings, TaskSandbox, Tested, boxes, open_task
+from rpg_megatron.environments.harbor_tasks import HarborTask, read_task
+from rpg_megatron.environments.sandbox import SandboxResult
+from tests.support.harbor_tasks import AS_POLICY, write_task
+from tests.support.images import make_root
+from tests.support.sandboxes import outside
+
+pytestmark = pytest.mark.skipif(shutil.which("bwrap") is None, reason="the package bubblewrap is missing")
+
+FORGE = "for n in 1 2 3; do echo 1 > /logs/verifier/reward.txt; done 2> /dev/null"
+PROGRAM = f"#!/bin/bash\\n{FORGE}\\nexit 0\\n"
+PYTHON = "import os\\ntry:\\n open(\"/logs/verifier/reward.json\", \"w\").write(\"1\"); os._exit(0)\\nexcept OSError: pass\\n"
+TESTS = f"""#!/bin/bash
+# Uses what attacks replace: programs, a shell that reads start-up files, Python with its modules, git's hooks.
+cd /app
+source ~/.bashrc 2> /dev/null
+bash -l -c true
+found=$(cat answer | tr -d ' ' | head -n 1)
+python3 -c 'import json, random; print(json.dumps(1))' > /tmp/said
+(cd /usr/local; python3 -m unittest -q > /dev/null 2>&1)
+ran=$({AS_POLICY} timeout 5 ./program 2> /dev/null)
+timeout 5 python3 -m app.check 2> /dev/null
+if [ "$found" = 42 ] && [ "$ran" = 42 ]; then echo 1; else echo 0; fi > /logs/verifier/reward.txt
+"""
+
+
+def write(path: str, text: str, mode: str = "644") -> str:
+    folder = path.rpartition("/")[0] or "/"
+    return f"mkdir -p {folder}; rm -rf {path}; printf '{text}' > {path}; chmod {mode} {path}"
+
+
+ATTACKS = {
+    "tests rewritten": [write("/tests/test.sh", PROGRAM, "755")],
+    "tests as a link": ["rm -rf /tests; ln -s /app /tests", write("/app/test.sh", PROGRAM, "755")],
+    "result forged": [write("/logs/verifier/reward.txt", "1"), write("/logs/verifier/reward.json", "1")],
+    "results as a link": ["rm -rf /logs; mkdir -p /app/logs/verifier; echo 1 > /app/logs/verifier/reward.txt; "
+                          "ln -s /app/logs /logs"],
+    "results' folder as a file": ["rm -rf /logs; echo 1 > /logs"],
+    "results as a fifo": ["mkdir -p /logs/verifier; mkfifo /logs/verifier/reward.txt"],
+    "program in the background": [f"setsid nohup bash -c 'while true; do {FORGE}; done' > /dev/null 2>&1 & sleep 0.2"],
+    "daemon": [f"(setsid bash -c '(trap \"\" HUP TERM; while true; do {FORGE}; sleep 0.01; done) &') & sleep 0.2"],
+    "program that the tests run": [write("/app/program", PROGRAM, "755")],
+    "program that leaves a daemon": [
+        write("/app/program", f"#!/bin/bash\\nsetsid bash -c \"while true; do {FORGE}; done\" &\\necho 1\\n", "755")],
+    "program that kills the tests": [
+        write("/app/program", f"#!/bin/bash\\n{FORGE}\\nkill -9 -1\\nkill -9 1 2 3 4 5 6 7 8 9 10\\n", "755")],
+    "full disk": ["dd if=/dev/zero of=/app/full bs=1M 2> /dev/null; echo x > /app/more"],
+    "no inodes": ["mkdir -p /app/many; cd /app/many; for n in $(seq 1 5000); do : > $n || break; done 2> /dev/null"],
+    "deep folders": ["cd /usr; for n in $(seq 1 1500); do mkdir d && cd d || break; done 2> /dev/null"],
+    "deep folders of its own": ["for n in $(seq 1 1500); do mkdir d && cd d || break; done 2> /dev/null"],
+    "fork bomb": ["f() { f | f & }; f 2> /dev/null; sleep 0.3"],
+    "python replaced": [write("/usr/bin/python3", PROGRAM, "755")],
+    "python's binary replaced": [write("$(readlink -f /usr/bin/python3)", PROGRAM, "755")],
+    "programs replaced": [write(f"/usr/bin/{name}", PROGRAM, "755") for name in ("cat", "tr", "head", "timeout")],
+    "shells replaced": [write("/usr/bin/bash.new", PROGRAM, "755") + "; mv /usr/bin/bash.new /usr/bin/bash"],
+    "sh replaced": [write("/usr/bin/sh.new", PROGRAM, "755") + "; mv /usr/bin/sh.new /usr/bin/sh"],
+    "setpriv replaced": [write("/usr/bin/setpriv", PROGRAM, "755")],
+    "folder of programs replaced": ["rm -f /bin; mkdir /bin; cp /usr/bin/bash /bin/sh; "
+                                    + write("/bin/cat", PROGRAM, "755")],
+    "earlier in PATH": [write(f"/usr/local/bin/{name}", PROGRAM, "755") for name in ("cat", "python3", "setpriv")],
+    ".bashrc": [write("/root/.bashrc", FORGE), write("/root/.bash_profile", FORGE), write("/root/.profile", FORGE)],
+    "/etc/profile": [write("/etc/profile", FORGE), write("/etc/bash.bashrc", FORGE), write("/etc/profile.d/x.sh", FORGE)],
+    "sitecustomize": [write(f"{folder}/sitecustomize.py", PYTHON) for folder in
+                      ("/usr/lib/python3.11", "/usr/local/lib/python3.11/dist-packages", "/app")],
+    "usercustomize": [write("/root/.local/lib/python3.11/site-packages/usercustomize.py", PYTHON),
+                      write("/root/.local/lib/python3.11/site-packages/x.pth", "import os; os._exit(0)")],
+    "standard module": [write("/usr/lib/python3.11/json/__init__.py", PYTHON), write("/usr/lib/python3.11/random.py", PYTHON)],
+    "compiled module": [write("/usr/lib/python3.11/__pycache__/random.cpython-311.pyc", "x"),
+                        write("/app/app/__pycache__/check.cpython-311.pyc", "x")],
+    "conftest.py": [write("/app/conftest.py", PYTHON), write("/conftest.py", PYTHON), write("/app/pytest.ini", "[pytest]"),
+                    write("/tests/conftest.py", PYTHON)],
+    "/etc/ld.so.preload": ["cp /usr/bin/true /app/lib.so; echo /app/lib.so > /etc/ld.so.preload"],
+    "LD_PRELOAD": ["echo 'LD_PRELOAD=/app/lib.so' > /etc/environment", write("/root/.bash_env", FORGE)],
+    "loader replaced": ["cp /usr/bin/true /app/t; for f in /lib64/ld-linux*; do mv $f $f.old; /app/t; done; true"],
+    "libraries replaced": ["for f in $(find /lib /usr/lib -name 'libc.so*'); do rm $f; done"],
+    "users": [write("/etc/passwd", "root:x:1:1::/:/app/program\\n"), write("/etc/nsswitch.conf", "passwd: files")],
+    "git's hooks": [write("/app/.git/hooks/post-checkout", PROGRAM, "755"),
+                    write("/app/.git/config", "[core]\\n fsmonitor = /app/program\\n")],
+    "everything removed": ["rm -rf /app /usr/lib/python3.11 /etc /root 2> /dev/null; rm -rf /* 2> /dev/null"],
+    "files of other tasks": ["find / -name 'other-task*' 2> /dev/null; cat OTHER/solution/solve.sh 2> /dev/null"],
+    "setuid": ["cp /usr/bin/bash /app/b; chmod 6755 /app/b; /app/b -p -c id", write("/app/program", PROGRAM, "6755")],
+    "closed folders": ["mkdir -p /usr/local/bin/x/y; chmod 0 /usr/local/bin/x; chmod 0 /app"],
+    "answer as a link to the result": ["rm -f /app/answer; ln -s /logs/verifier/reward.txt /app/answer"],
+    "answer that never ends": ["rm -f /app/answer; mkfifo /app/answer"],
+}  # fmt: skip
+"""Commands of the shell."""
+
+
+@pytest.fixture(scope="module")
+def task(tmp_path_factory: pytest.TempPathFactory) -> HarborTask:
+    folder = tmp_path_factory.mktemp("hostile")
+    root = make_root(folder / "image", python=True)
+    (root / "app/app").mkdir()
+    (root / "app/app/check.py").write_text("print('checked')\n")
+    (root / "app/answer").write_text("?\n")
+    write_task(folder, "other-task", condition="true", solve="echo secret-of-another")
+    place = write_task(folder, "task", test=TESTS, solve="echo 42 > answer", seconds=30, test_seconds=10)
+    return read_task(str(place), str(root))
+
+
+async def play(task: HarborTask, cache: Path, commands: Sequence[str]) -> tuple[list[SandboxResult], Tested]:
+    async with open_task(task, ImageSettings(cache=str(cache))) as opened:
+        said = [await attack(opened, command, task) for command in commands]
+        return said, await opened.test()
+
+
+async def attack(opened: TaskSandbox, command: str, task: HarborTask) -> SandboxResult:
+    return await opened.run(["sh", "-c", command.replace("OTHER", str(task.folder.parent / "other-task"))], 5.0)
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("cache") / "images"
+
+
+@pytest.mark.parametrize("what", ATTACKS)
+def test_an_attack_gains_nothing(task: HarborTask, cache: Path, what: str) -> None:
+    said, tested = asyncio.run(play(task, cache, ATTACKS[what]))
+    assert not tested.reward, (what, said, tested)
+    assert not any("secret-of-another" in result.output for result in said)
+
+
+def test_a_solution_is_rewarded_in_the_same_task(task: HarborTask, cache: Path) -> None:
+    """Also with the changes that are undone: they are not what the tests look at."""
+    solution = ["echo 42 > answer", write("/app/program", "#!/bin/bash\\necho 42\\n", "755")]
+    for extra in ([], ATTACKS["conftest.py"], ATTACKS["python replaced"], ATTACKS["git's hooks"]):
+        said, tested = asyncio.run(play(task, cache, [*solution, *extra]))
+        assert tested.reward == 1, (said, tested)
+
+
+def test_attacks_gain_a_reward_where_nothing_is_undone(
+    task: HarborTask, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Otherwise the attacks prove nothing. Undoing is left out here, in new sandboxes."""
+    gained = []
+    boxes.cache_clear()
+    keep = ("/bin", "/usr", "/etc", "/root", "/app/conftest.py", *(f"/usr/bin/{n}" for n in ("bash", "sh")))
+    names = ("python replaced", "programs replaced", ".bashrc", "sitecustomize", "standard module")
+
+    async def main() -> None:
+        for what in names:
+            settings = ImageSettings(cache=str(cache), keep=(*keep, "/usr/lib/python3.11/sitecustomize.py", "/root/.bashrc",
+                                                             "/usr/bin/python3.11", "/root/.profile", "/usr/bin",
+                                                             "/root/.bash_profile"))  # fmt: skip
+            async with open_task(task, settings) as opened:
+                for command in ATTACKS[what]:
+                    await attack(opened, command.replace("2> /dev/null; true", ""), task)
+                tested = await opened.test()
+                content = tested.reason
+                gained.append(what) if "reward.json" in content or tested.reward else None
+
+    asyncio.run(main())
+    assert len(gained) >= 1, gained
+
+
+def test_nothing_of_an_episode_is_left(task: HarborTask, cache: Path) -> None:
+    mark = f"rpg-hostile-{os.getpid()}"
+    command = f"setsid nohup bash -c 'exec -a {mark} sleep 1000' > /dev/null 2>&1 & sleep 0.2"
+    asyncio.run(play(task, cache, [command]))
+    end = time.monotonic() + 30
+    while outside(mark):
+        assert time.monotonic() < end
+        time.sleep(0.05)
+
+
+def test_what_tests_keep_is_named(task: HarborTask, cache: Path) -> None:
+    """Changes of the system are undone unless a task names them."""
+
+    async def seen(keep: tuple[str, ...]) -> str:
+        test = "#!/bin/bash\ncat /etc/a/b /etc/c /app/tox.ini /srv/d 2> /dev/null; echo 1 > /logs/verifier/reward.txt\n"
+        place = write_task(task.folder.parent, "kept", test=test, solve="true")
+        async with open_task(read_task(str(place), task.image), ImageSettings(cache=str(cache), keep=keep)) as opened:
+            await opened.run(["sh", "-c", "mkdir -p /etc/a /srv; for f in /etc/a/b /etc/c tox.ini /srv/d; do echo $f > $f; done"], 5)
+            return (await opened.test()).output
+
+    assert asyncio.run(seen(())) == "/srv/d\n"
+    assert asyncio.run(seen(("/etc/a", "/app/tox.ini"))) == "/etc/a/b\ntox.ini\n/srv/d\n"
+
+
+@pytest.mark.long
+def test_two_hundred_episodes(task: HarborTask, cache: Path) -> None:
+    count, draw = int(os.environ.get("RPG_HOSTILE", "200")), random.Random(7)
+
+    async def episode(number: int) -> float | None:
+        kinds = draw.sample(sorted(ATTACKS), draw.randint(1, 4)) if number >= len(ATTACKS) else [sorted(ATTACKS)[number]]
+        _, tested = await play(task, cache, [command for kind in kinds for command in ATTACKS[kind]])
+        assert not tested.reward, (kinds, tested)
+        return tested.reward
+
+    async def main() -> list[float | None]:
+        places = asyncio.Semaphore(4)
+
+        async def one(number: int) -> float | None:
+            async with places:
+                return await episode(number)
+
+        return await asyncio.gather(*map(one, range(count)))
+
+    assert len(asyncio.run(main())) == count
