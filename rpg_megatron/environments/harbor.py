@@ -36,6 +36,8 @@ __all__ = ["play", "problems"]
 SYSTEM = "You solve tasks in a Linux container, with the tools that you have. When you are done, answer without a call."
 _SHELL = 'if command -v bash > /dev/null; then exec bash -c "$1"; else exec sh -c "$1"; fi'
 _PROCESSES = 256
+SAFE = {"PYTHONSAFEPATH": "1", "PYTHONNOUSERSITE": "1"}
+"""Environment variables of tests: Python does not find modules in the working folder in place of its own."""
 
 
 class ImageSettings(BaseModel):
@@ -98,7 +100,10 @@ class TaskSandbox:
         try:
             tar = await asyncio.to_thread(pack, script.parent)
             await self.sandbox.give({"/tests": tar}, tests=self._settings.keep)
-            command = [*_with(self.task.test_variables), *script_command(script, "/tests/test.sh")]
+            command = [
+                *with_variables(SAFE | self.task.test_variables),
+                *script_command(script, "/tests/test.sh"),
+            ]
             result, took = await self._run(command, self.task.test_seconds)
             self.metrics["tests_seconds"] = took
             if result.ended:
@@ -226,7 +231,8 @@ def script_command(script: Path, place: str) -> list[str]:
     return [*shlex.split(first[2:]), place] if first.startswith("#!") else ["sh", place]
 
 
-def _with(variables: dict[str, str]) -> list[str]:
+def with_variables(variables: dict[str, str]) -> list[str]:
+    """The begin of a command with these environment variables."""
     return ["env", *(f"{name}={value}" for name, value in variables.items())] if variables else []
 
 

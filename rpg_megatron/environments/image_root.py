@@ -42,7 +42,26 @@ DEVICES = {"/dev/null": "null", "/dev/full": "zero", "/dev/urandom": "urandom", 
 """/dev/full reads as /dev/zero does, but cannot be mapped: the size of such memory cannot be seen."""
 
 SYSTEM = frozenset(
-    ["bin", "boot", "dev", "etc", "lib", "lib32", "lib64", "libx32", "logs", "opt", "proc", "root", "run", "sbin", "solution", "sys", "tests", "usr"]
+    [
+        "bin",
+        "boot",
+        "dev",
+        "etc",
+        "lib",
+        "lib32",
+        "lib64",
+        "libx32",
+        "logs",
+        "opt",
+        "proc",
+        "root",
+        "run",
+        "sbin",
+        "solution",
+        "sys",
+        "tests",
+        "usr",
+    ]
 )
 """Folders at the top of an image that tests see as the image has them."""
 START_UP = re.compile(

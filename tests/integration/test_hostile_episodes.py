@@ -18,7 +18,7 @@ from pathlib import Path
 
 import pytest
 
-from rpg_megatron.environments.harbor import ImageSettings, TaskSandbox, Tested, boxes, open_task
+from rpg_megatron.environments.harbor import ImageSettings, TaskSandbox, Tested, open_task
 from rpg_megatron.environments.harbor_tasks import HarborTask, read_task
 from rpg_megatron.environments.sandbox import SandboxResult
 from tests.support.harbor_tasks import AS_POLICY, write_task
@@ -27,20 +27,24 @@ from tests.support.sandboxes import outside
 
 pytestmark = pytest.mark.skipif(shutil.which("bwrap") is None, reason="the package bubblewrap is missing")
 
-FORGE = "for n in 1 2 3; do echo 1 > /logs/verifier/reward.txt; done 2> /dev/null"
+FORGE = "{ echo 1 > /logs/verifier/reward.json; } 2> /dev/null"
 PROGRAM = f"#!/bin/bash\\n{FORGE}\\nexit 0\\n"
-PYTHON = "import os\\ntry:\\n open(\"/logs/verifier/reward.json\", \"w\").write(\"1\"); os._exit(0)\\nexcept OSError: pass\\n"
+PYTHON = 'import os\\ntry:\\n open("/logs/verifier/reward.json", "w").write("1"); os._exit(0)\\nexcept OSError: pass\\n'
 TESTS = f"""#!/bin/bash
-# Uses what attacks replace: programs, a shell that reads start-up files, Python with its modules, git's hooks.
+# Uses what attacks replace: programs, a shell that reads start-up files, Python with its modules, pytest.
 cd /app
 source ~/.bashrc 2> /dev/null
 bash -l -c true
-found=$(cat answer | tr -d ' ' | head -n 1)
+found=$(timeout 5 cat answer | tr -d ' ' | head -n 1)
 python3 -c 'import json, random; print(json.dumps(1))' > /tmp/said
-(cd /usr/local; python3 -m unittest -q > /dev/null 2>&1)
+mkdir -p repo; rm -rf repo/test_it.py; cp /tests/it.py repo/test_it.py
+timeout 20 python3 -m pytest -q -p no:cacheprovider repo/test_it.py; passed=$?
 ran=$({AS_POLICY} timeout 5 ./program 2> /dev/null)
-timeout 5 python3 -m app.check 2> /dev/null
-if [ "$found" = 42 ] && [ "$ran" = 42 ]; then echo 1; else echo 0; fi > /logs/verifier/reward.txt
+if [ "$found" = 42 ] && [ "$ran" = 42 ] && [ $passed = 0 ]; then echo 1; else echo 0; fi > /logs/verifier/reward.txt
+"""
+IT = """
+def test_it():
+    assert open("/app/answer").read().strip() == "42"
 """
 
 
@@ -70,9 +74,9 @@ ATTACKS = {
     "deep folders of its own": ["for n in $(seq 1 1500); do mkdir d && cd d || break; done 2> /dev/null"],
     "fork bomb": ["f() { f | f & }; f 2> /dev/null; sleep 0.3"],
     "python replaced": [write("/usr/bin/python3", PROGRAM, "755")],
-    "python's binary replaced": [write("$(readlink -f /usr/bin/python3)", PROGRAM, "755")],
+    "python's binary replaced": [write("/usr/bin/python3.11", PROGRAM, "755")],
     "programs replaced": [write(f"/usr/bin/{name}", PROGRAM, "755") for name in ("cat", "tr", "head", "timeout")],
-    "shells replaced": [write("/usr/bin/bash.new", PROGRAM, "755") + "; mv /usr/bin/bash.new /usr/bin/bash"],
+    "shells replaced": [write("/usr/bin/bash.new", PROGRAM.replace("bash", "sh"), "755") + "; mv /usr/bin/bash.new /usr/bin/bash"],
     "sh replaced": [write("/usr/bin/sh.new", PROGRAM, "755") + "; mv /usr/bin/sh.new /usr/bin/sh"],
     "setpriv replaced": [write("/usr/bin/setpriv", PROGRAM, "755")],
     "folder of programs replaced": ["rm -f /bin; mkdir /bin; cp /usr/bin/bash /bin/sh; "
@@ -87,8 +91,17 @@ ATTACKS = {
     "standard module": [write("/usr/lib/python3.11/json/__init__.py", PYTHON), write("/usr/lib/python3.11/random.py", PYTHON)],
     "compiled module": [write("/usr/lib/python3.11/__pycache__/random.cpython-311.pyc", "x"),
                         write("/app/app/__pycache__/check.cpython-311.pyc", "x")],
-    "conftest.py": [write("/app/conftest.py", PYTHON), write("/conftest.py", PYTHON), write("/app/pytest.ini", "[pytest]"),
-                    write("/tests/conftest.py", PYTHON)],
+    "conftest.py": [write(f"{folder}/conftest.py", PYTHON) for folder in ("", "/app", "/app/repo", "/tests")],
+    "settings of pytest": [
+        write("/app/evil.py", PYTHON), write("/app/pyproject.toml", "[tool.pytest.ini_options]\\naddopts = \"-p evil\"\\n"),
+        write("/app/pytest.ini", "[pytest]\\naddopts = --collect-only\\n"), write("/app/repo/tox.ini", "[pytest]\\n")],
+    "modules of the tests' names": [
+        write(f"/app/{name}.py", PYTHON) for name in ("pytest", "_pytest", "json", "random", "os", "site")],
+    "pytest replaced": [write("/usr/lib/python3/dist-packages/pytest/__init__.py", PYTHON)],
+    "plugin of pytest": [
+        write("/usr/lib/python3/dist-packages/evil-1.dist-info/entry_points.txt", "[pytest11]\\nevil = evil\\n"),
+        write("/usr/lib/python3/dist-packages/evil.py", PYTHON)],
+    "compiled tests": [write("/app/repo/__pycache__/test_it.cpython-311-pytest-9.0.2.pyc", "x"), "mkdir -p /app/repo/test_it.py"],
     "/etc/ld.so.preload": ["cp /usr/bin/true /app/lib.so; echo /app/lib.so > /etc/ld.so.preload"],
     "LD_PRELOAD": ["echo 'LD_PRELOAD=/app/lib.so' > /etc/environment", write("/root/.bash_env", FORGE)],
     "loader replaced": ["cp /usr/bin/true /app/t; for f in /lib64/ld-linux*; do mv $f $f.old; /app/t; done; true"],
@@ -110,22 +123,25 @@ ATTACKS = {
 def task(tmp_path_factory: pytest.TempPathFactory) -> HarborTask:
     folder = tmp_path_factory.mktemp("hostile")
     root = make_root(folder / "image", python=True)
-    (root / "app/app").mkdir()
-    (root / "app/app/check.py").write_text("print('checked')\n")
     (root / "app/answer").write_text("?\n")
     write_task(folder, "other-task", condition="true", solve="echo secret-of-another")
     place = write_task(folder, "task", test=TESTS, solve="echo 42 > answer", seconds=30, test_seconds=10)
+    (place / "tests/it.py").write_text(IT)
     return read_task(str(place), str(root))
 
 
-async def play(task: HarborTask, cache: Path, commands: Sequence[str]) -> tuple[list[SandboxResult], Tested]:
-    async with open_task(task, ImageSettings(cache=str(cache))) as opened:
+async def play(
+    task: HarborTask, cache: Path, commands: Sequence[str], keep: tuple[str, ...] = ()
+) -> tuple[list[SandboxResult], Tested]:
+    async with open_task(task, ImageSettings(cache=str(cache), keep=keep)) as opened:
         said = [await attack(opened, command, task) for command in commands]
         return said, await opened.test()
 
 
 async def attack(opened: TaskSandbox, command: str, task: HarborTask) -> SandboxResult:
-    return await opened.run(["sh", "-c", command.replace("OTHER", str(task.folder.parent / "other-task"))], 5.0)
+    return await opened.run(
+        ["sh", "-c", command.replace("OTHER", str(task.folder.parent / "other-task"))], 5.0
+    )
 
 
 @pytest.fixture(scope="module")
@@ -148,29 +164,20 @@ def test_a_solution_is_rewarded_in_the_same_task(task: HarborTask, cache: Path) 
         assert tested.reward == 1, (said, tested)
 
 
-def test_attacks_gain_a_reward_where_nothing_is_undone(
-    task: HarborTask, cache: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Otherwise the attacks prove nothing. Undoing is left out here, in new sandboxes."""
-    gained = []
-    boxes.cache_clear()
-    keep = ("/bin", "/usr", "/etc", "/root", "/app/conftest.py", *(f"/usr/bin/{n}" for n in ("bash", "sh")))
-    names = ("python replaced", "programs replaced", ".bashrc", "sitecustomize", "standard module")
+GAIN = {
+    "shells replaced": "/usr/bin", "python's binary replaced": "/usr/bin", "programs replaced": "/usr/bin",
+    ".bashrc": "/root/.bashrc", "/etc/profile": "/etc/profile", "standard module": "/usr/lib/python3.11",
+    "sitecustomize": "/usr/lib/python3.11/sitecustomize.py", "conftest.py": "/app/repo/conftest.py",
+    "pytest replaced": "/usr/lib/python3", "plugin of pytest": "/usr/lib/python3",
+}  # fmt: skip
 
-    async def main() -> None:
-        for what in names:
-            settings = ImageSettings(cache=str(cache), keep=(*keep, "/usr/lib/python3.11/sitecustomize.py", "/root/.bashrc",
-                                                             "/usr/bin/python3.11", "/root/.profile", "/usr/bin",
-                                                             "/root/.bash_profile"))  # fmt: skip
-            async with open_task(task, settings) as opened:
-                for command in ATTACKS[what]:
-                    await attack(opened, command.replace("2> /dev/null; true", ""), task)
-                tested = await opened.test()
-                content = tested.reason
-                gained.append(what) if "reward.json" in content or tested.reward else None
 
-    asyncio.run(main())
-    assert len(gained) >= 1, gained
+@pytest.mark.parametrize("what", GAIN)
+def test_an_attack_gains_a_reward_where_its_change_is_kept(task: HarborTask, cache: Path, what: str) -> None:
+    """Otherwise these attacks would prove nothing."""
+    keep = GAIN[what], f"{GAIN[what]}/__pycache__"
+    _, tested = asyncio.run(play(task, cache, ATTACKS[what], keep))
+    assert tested.reward == 1, tested
 
 
 def test_nothing_of_an_episode_is_left(task: HarborTask, cache: Path) -> None:
@@ -189,8 +196,17 @@ def test_what_tests_keep_is_named(task: HarborTask, cache: Path) -> None:
     async def seen(keep: tuple[str, ...]) -> str:
         test = "#!/bin/bash\ncat /etc/a/b /etc/c /app/tox.ini /srv/d 2> /dev/null; echo 1 > /logs/verifier/reward.txt\n"
         place = write_task(task.folder.parent, "kept", test=test, solve="true")
-        async with open_task(read_task(str(place), task.image), ImageSettings(cache=str(cache), keep=keep)) as opened:
-            await opened.run(["sh", "-c", "mkdir -p /etc/a /srv; for f in /etc/a/b /etc/c tox.ini /srv/d; do echo $f > $f; done"], 5)
+        async with open_task(
+            read_task(str(place), task.image), ImageSettings(cache=str(cache), keep=keep)
+        ) as opened:
+            await opened.run(
+                [
+                    "sh",
+                    "-c",
+                    "mkdir -p /etc/a /srv; for f in /etc/a/b /etc/c tox.ini /srv/d; do echo $f > $f; done",
+                ],
+                5,
+            )
             return (await opened.test()).output
 
     assert asyncio.run(seen(())) == "/srv/d\n"
@@ -202,7 +218,11 @@ def test_two_hundred_episodes(task: HarborTask, cache: Path) -> None:
     count, draw = int(os.environ.get("RPG_HOSTILE", "200")), random.Random(7)
 
     async def episode(number: int) -> float | None:
-        kinds = draw.sample(sorted(ATTACKS), draw.randint(1, 4)) if number >= len(ATTACKS) else [sorted(ATTACKS)[number]]
+        kinds = (
+            draw.sample(sorted(ATTACKS), draw.randint(1, 4))
+            if number >= len(ATTACKS)
+            else [sorted(ATTACKS)[number]]
+        )
         _, tested = await play(task, cache, [command for kind in kinds for command in ATTACKS[kind]])
         assert not tested.reward, (kinds, tested)
         return tested.reward

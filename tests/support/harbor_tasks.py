@@ -71,9 +71,9 @@ def write_tasks(folder: Path, images: Mapping[str, Path], *, network: int = 0) -
         task(f"sort-{n}", condition="[ \"$(cat /app/sorted | tr '\\n' ' ')\" = '1 2 3 ' ]",
              solve="printf '3\\n1\\n2\\n' | sort > sorted")  # fmt: skip
     for n in range(4):
-        task(f"python-{n}", image="python", solve=f"echo 'def f(x): return x + {n}' > /app/code.py",
+        task(f"python-{n}", image="python", solve=f"echo 'def f(x): return x + {n}' > /app/answer.py",
              test=f'#!/bin/bash\npython3 - <<END\nimport subprocess, json\n'
-             f'run = subprocess.run({AS_POLICY.split()} + ["python3", "-c", "import code; print(code.f(5))"], '
+             f'run = subprocess.run({AS_POLICY.split()} + ["env", "PYTHONPATH=/app", "python3", "-c", "import answer; print(answer.f(5))"], '
              f'cwd="/app", capture_output=True, text=True)\n'
              f'json.dump({{"reward": float(run.stdout.strip() == "{5 + n}")}}, open("/logs/verifier/reward.json", "w"))\nEND\n',
              )  # fmt: skip

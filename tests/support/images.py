@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import importlib.util
 import json
 import os
 import shutil
@@ -12,7 +13,47 @@ import tarfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-SHELL = ["sh", "bash", "cat", "ls", "mkdir", "rmdir", "rm", "cp", "mv", "ln", "chmod", "touch", "sleep", "env", "id", "head", "tail", "wc", "sort", "grep", "sed", "dd", "true", "false", "mkfifo", "tr", "cut", "seq", "expr", "test", "timeout", "setsid", "nohup", "setpriv", "sha256sum", "stat", "find", "dirname", "readlink"]
+SHELL = [
+    "sh",
+    "bash",
+    "cat",
+    "ls",
+    "mkdir",
+    "rmdir",
+    "rm",
+    "cp",
+    "mv",
+    "ln",
+    "chmod",
+    "touch",
+    "sleep",
+    "env",
+    "id",
+    "head",
+    "tail",
+    "wc",
+    "sort",
+    "grep",
+    "sed",
+    "dd",
+    "true",
+    "false",
+    "mkfifo",
+    "tr",
+    "cut",
+    "seq",
+    "expr",
+    "test",
+    "timeout",
+    "setsid",
+    "nohup",
+    "setpriv",
+    "sha256sum",
+    "stat",
+    "find",
+    "dirname",
+    "readlink",
+]
 VARIABLES = {"PATH": "/usr/local/bin:/usr/bin:/bin", "GREETING": "hello there"}
 
 
@@ -32,6 +73,13 @@ def make_root(root: Path, programs: Sequence[str] = SHELL, *, python: bool = Fal
             f"/usr/lib/{real.name}", root / "usr/lib" / real.name, ignore=skipped, dirs_exist_ok=True
         )
         (root / "usr/bin/python3").symlink_to(real.name)
+        for name in ("pytest", "_pytest", "pluggy", "iniconfig", "packaging", "pygments", "py"):
+            source = Path(str(importlib.util.find_spec(name).origin))  # type: ignore[union-attr]
+            packages = root / "usr/lib/python3/dist-packages"
+            if source.name == "__init__.py":
+                shutil.copytree(source.parent, packages / name, ignore=skipped)
+            else:
+                shutil.copy(source, packages)
     modules = [str(path) for path in (root / "usr/lib").rglob("*.so")]
     said = subprocess.run(["ldd", *found, *modules], capture_output=True, text=True).stdout
     libraries = {word for line in said.splitlines() for word in line.split() if word.startswith("/lib")}

@@ -10,7 +10,15 @@ from pathlib import Path
 from typing import NamedTuple
 
 from rpg_megatron.config.errors import UserError
-from rpg_megatron.environments.harbor import ImageSettings, Tested, boxes, open_task, pack, script_command
+from rpg_megatron.environments.harbor import (
+    ImageSettings,
+    Tested,
+    boxes,
+    open_task,
+    pack,
+    script_command,
+    with_variables,
+)
 from rpg_megatron.environments.harbor_tasks import HarborTask, find_tasks
 
 _NO_NETWORK = re.compile(
