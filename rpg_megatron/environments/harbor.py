@@ -1,4 +1,4 @@
-"""Tasks of Harbor's format as an environment: the policy works in a task's image, then its tests give the reward.
+"""Tasks of Harbor's format as an environment: the policy works in a task's image, then tests give the reward.
 
 ``problems`` is the source of prompts, ``play`` the episode. What the policy has left running is ended before
 the tests begin; what it has changed of programs and start-up files is undone (``image_root.py``); the tests'
@@ -26,14 +26,15 @@ from pydantic import BaseModel, ConfigDict, Field
 from rpg_megatron.config.files import open_regular
 from rpg_megatron.environments.harbor_tasks import HarborTask, problems, read_task
 from rpg_megatron.environments.images import cache_folder, open_image
-from rpg_megatron.environments.sandbox import Sandbox, Sandboxes, SandboxLimits, SandboxResult
+from rpg_megatron.environments.sandbox import Sandbox, Sandboxes, SandboxResult
+from rpg_megatron.environments.sandbox_limits import SandboxLimits
 from rpg_megatron.environments.tools import Toolbox, ToolError, chat, function_tool, threads
 from rpg_megatron.rewards.reward import Score
 from rpg_megatron.rollout.episode import Episode, EpisodeTask, Generate, ScoreText
 
 __all__ = ["play", "problems"]
 
-SYSTEM = "You solve tasks in a Linux container, with the tools that you have. When you are done, answer without a call."
+SYSTEM = "You solve a task in a Linux container by your tools. When you are done, answer without a call."
 _SHELL = 'if command -v bash > /dev/null; then exec bash -c "$1"; else exec sh -c "$1"; fi'
 _PROCESSES = 256
 SAFE = {"PYTHONSAFEPATH": "1", "PYTHONNOUSERSITE": "1"}
@@ -50,7 +51,7 @@ class ImageSettings(BaseModel):
     cache_gib: float = Field(100.0, gt=0)
     """Its size; then images that were used longest ago are removed."""
     at_once: int = Field(os.cpu_count() or 1, ge=1)
-    """Commands and tests that run at the same time in a process; others wait. By default, one for each core."""
+    """Commands and tests at the same time in a process; others wait. By default, one for each core."""
     keep: tuple[str, ...] = ()
     """Paths whose changes tests see although they are of the system, or have a name that programs read by
     themselves."""
@@ -126,7 +127,7 @@ class TaskSandbox:
                 text = (await self.sandbox.read(f"/logs/verifier/{name}")).decode()
                 value = json.loads(text) if name.endswith("json") else float(text)
                 if isinstance(value, dict):
-                    value = value["reward"] if "reward" in value or len(value) != 1 else [*value.values()][0]
+                    [value] = [value["reward"]] if "reward" in value else value.values()
                 if isinstance(value, bool | int | float) and math.isfinite(value):
                     return float(value), f"graded by {name}"
                 return None, f"{name} has no finite number"
@@ -167,7 +168,7 @@ class shell:
         self._opened, self._seconds = opened, seconds
 
     async def __call__(self, command: str) -> str:
-        """Run a shell command and return what it prints. Each starts in the same folder; files stay, nothing goes on running."""
+        """Run a shell command and return what it prints. Files stay; nothing goes on running."""
         result = await self._opened.run(["sh", "-c", _SHELL, "sh", command], self._seconds)
         if result.code == 0:
             return result.output
@@ -182,7 +183,7 @@ class edit_file:
         self._sandbox = opened.sandbox
 
     async def __call__(self, path: str, old: str, new: str) -> str:
-        """Replace a text, which must be in the file once, by another. An empty old text writes the whole file."""
+        """Replace a text, which must be in the file once, by another. No old text: write the whole file."""
         try:
             if old:
                 content = (await self._sandbox.read(path)).decode()

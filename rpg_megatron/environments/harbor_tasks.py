@@ -1,6 +1,6 @@
 """Tasks in Harbor's format: folders with ``task.toml``, an instruction, tests and a solution.
 
-Schema 1.4 of github.com/harbor-framework/harbor (``models/task/config.py``, ``models/task/paths.py`` of 0.26),
+Schema 1.4 of github.com/harbor-framework/harbor (``models/task/config.py``, ``models/task/paths.py``, 0.26),
 for tasks of one step in one container. Each key is used, refused, or told as not used. Images are local:
 ``images`` says which file or folder is a task's.
 """

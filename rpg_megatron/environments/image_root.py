@@ -74,7 +74,7 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 
 def mount(place: str, kind: str | None, flags: int, data: str = "", source: str = "none") -> None:
-    """mount(2). Raises OSError."""
+    """Mount a file system, or change a mount. Raises OSError."""
     encoded = kind.encode() if kind else None
     if _libc.mount(source.encode(), place.encode(), encoded, ctypes.c_ulong(flags), data.encode()):
         raise OSError(ctypes.get_errno(), f"mount {place}: {os.strerror(ctypes.get_errno())}")
@@ -151,7 +151,7 @@ class ImageRoot:
         return {"HOME": "/root", "LANG": "C.UTF-8"} | dict(self.limits.variables)
 
     def give(self, place: str, tar: bytes) -> None:
-        """Let programs read a folder, from a tar file. place: below /. Only the tests' user can read /tests."""
+        """Let programs read a folder, from a tar file. Only the tests' user can read /tests."""
         folder = Path(_GIVEN, str(len(self._given)))
         with tarfile.open(fileobj=io.BytesIO(tar)) as members:
             members.extractall(folder, filter="tar")
@@ -231,7 +231,7 @@ def find_layer_problem(folder: str) -> str:
 
 
 def restore(upper: str, lower: str, keep: Sequence[str], programs: Sequence[str]) -> None:
-    """Undo changes in a writable layer: in ``SYSTEM``, in folders of programs, and of files that run by themselves.
+    """Undo changes in a writable layer: of ``SYSTEM``, of folders of programs, of what runs by itself.
 
     keep: absolute paths, with all below them, that are not of the system. programs: folders of PATH. A folder
     in which the image has an interpreter (``pyvenv.cfg``, ``conda-meta``) is one of programs too.

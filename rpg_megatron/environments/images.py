@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import fcntl
 import hashlib
+import io
 import os
 import re
 import shutil
@@ -21,7 +22,7 @@ import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path, PurePosixPath
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 from rpg_megatron.config.errors import UserError
 from rpg_megatron.config.files import (
@@ -41,7 +42,7 @@ from rpg_megatron.environments.sandbox_limits import own_user
 _PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 _SIF_HEADER, _SIF_ENTRY = struct.Struct("<32s10s3s3s16s8q"), struct.Struct("<iBIIIqq8x32x128s2i")
 _SIF_ENTRY_SIZE, _SIF_SYSTEM = 585, (0x4004, 1, 2)
-"""Bytes of an entry; type, file system and kind of the one that has the files: a partition, squashfs, primary."""
+"""Bytes of an entry; type, file system and kind of that with the files: partition, squashfs, primary."""
 _VARIABLE = re.compile(r'^export ([A-Z_a-z][A-Z_a-z0-9]*)="?(?:\$\{\1:-"?)?([^"$`]*)"?\}?"?;?$', re.MULTILINE)
 """A line of a script in ``.singularity.d/env``, as Apptainer writes it for an image of Docker's."""
 
@@ -65,7 +66,7 @@ def cache_folder(cache: str = "") -> Path:
 def open_image(path: str, cache: Path, limit_gib: float = 100.0) -> Iterator[Image]:
     """The image at a path; while it is open, it stays in the cache. Blocks while another process unpacks it.
 
-    Raises UserError: no image, a damaged one, a program that is missing, a full disk, too large for the limit.
+    Raises UserError: no image, a damaged one, a missing program, a full disk, too large for the limit.
     """
     source = real_path(Path(path))
     try:
@@ -137,7 +138,7 @@ def _manifest(source: Path) -> dict[str, Any]:
 
 
 def _unpack(source: Path, kind: str, place: Path) -> None:
-    """Unpack an image, with its size. Nothing is left of one that fails; what a killed process left is removed."""
+    """Unpack an image, with its size. What a killed process left is removed."""
     part = place.with_suffix(".part")
     remove(part)
     try:
@@ -189,7 +190,7 @@ def _blob(source: Path, digest: str) -> Path:
     if algorithm != "sha256" or not re.fullmatch("[0-9a-f]{64}", name):
         raise ValueError(f"{digest} is no SHA-256")
     with open_regular(source / "blobs" / algorithm / name) as file:
-        if hashlib.file_digest(file, "sha256").hexdigest() != name:
+        if hashlib.file_digest(cast(io.BufferedReader, file), "sha256").hexdigest() != name:
             raise ValueError(f"the content of {digest} is another; copy the image again")
     return source / "blobs" / algorithm / name
 

@@ -17,7 +17,6 @@ from rpg_megatron.environments.harbor import (
     open_task,
     pack,
     script_command,
-    with_variables,
 )
 from rpg_megatron.environments.harbor_tasks import HarborTask, find_tasks
 
