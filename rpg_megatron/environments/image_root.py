@@ -153,6 +153,7 @@ class ImageRoot:
     def give(self, place: str, tar: bytes) -> None:
         """Let programs read a folder, from a tar file. Only the tests' user can read /tests."""
         folder = Path(_GIVEN, str(len(self._given)))
+        folder.mkdir()
         with tarfile.open(fileobj=io.BytesIO(tar)) as members:
             members.extractall(folder, filter="tar")
         if self.other_user and place == "/tests":

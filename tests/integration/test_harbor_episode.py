@@ -156,6 +156,7 @@ def test_a_run(config_file: Path, tmp_path: Path, root: Path) -> None:
         write_task(tasks, f"task-{n}", condition="[ $((RANDOM % 2)) = 0 ]", solve="true", instruction=f"Solve {n}.")
     (tasks / "images.json").write_text(json.dumps({"shell": str(root)}))
     settings = [
+        "data.path=null",
         f"data.source={{type: rpg_megatron.environments.harbor:problems, folder: {tasks}}}",
         f"rollout.episode={{type: rpg_megatron.environments.harbor:play, cache: {tmp_path / 'cache'}, system: ''}}",
         "training.steps=2",
