@@ -161,7 +161,7 @@ def test_a_run(config_file: Path, tmp_path: Path, root: Path) -> None:
         f"rollout.episode={{type: rpg_megatron.environments.harbor:play, cache: {tmp_path / 'cache'}, system: ''}}",
         "training.steps=2",
         "training.tokens_per_microbatch=4000",
-        "rollout.max_response_tokens=400",
+        "rollout.max_response_tokens=320",
         "rollout.tool_call_parser=hermes",
     ]  # fmt: skip
     code, err = Command(tmp_path, "train", str(config_file), *settings).finish(timeout=1500)
