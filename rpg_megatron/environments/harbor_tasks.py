@@ -13,9 +13,9 @@ import tomllib
 from collections.abc import Iterator, Mapping
 from functools import lru_cache
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+from pydantic import ConfigDict, Field, ValidationError, create_model
 
 from rpg_megatron.config.errors import UserError
 from rpg_megatron.config.files import open_regular, read_json, read_text
@@ -25,73 +25,6 @@ MAP = "images.json"
 """File in the folder of the tasks with their images, if none are given."""
 _MEMORY, _STORAGE = 2048, 1024
 """MiB of a task that does not say."""
-
-type _Positive = Annotated[float, Field(gt=0)]
-
-
-class _Section(BaseModel):
-    model_config = ConfigDict(extra="forbid")
-
-
-class _Environment(_Section):
-    docker_image: str | None = None
-    memory_mb: int = Field(_MEMORY, ge=16)
-    storage_mb: int = Field(_STORAGE, ge=1)
-    workdir: str | None = Field(None, pattern="^/")
-    env: dict[str, str] = {}
-    network_mode: str = "no-network"
-    allowed_hosts: Any = None
-    cpus: Any = None
-    skills_dir: Any = None
-    build_timeout_sec: Any = None
-    os: str = "linux"
-    gpus: Any = None
-    gpu_types: Any = None
-    tpu: Any = None
-    mcp_servers: Any = None
-    healthcheck: Any = None
-
-
-class _Agent(_Section):
-    timeout_sec: _Positive | None = None
-    user: Any = None
-    network_mode: str = "no-network"
-    allowed_hosts: Any = None
-
-
-class _Verifier(_Section):
-    timeout_sec: _Positive = 600.0
-    env: dict[str, str] = {}
-    user: Any = None
-    network_mode: str = "no-network"
-    allowed_hosts: Any = None
-    environment_mode: str | None = "shared"
-    environment: Any = None
-    collect: Any = None
-
-
-class _Solution(_Section):
-    env: dict[str, str] = {}
-
-
-class _Config(_Section):
-    schema_version: str = Field("1.4", pattern=r"^1\.[0-4]$")
-    task: dict[str, Any] = {}
-    metadata: dict[str, Any] = {}
-    environment: _Environment = _Environment()
-    agent: _Agent = _Agent()
-    verifier: _Verifier = _Verifier()
-    solution: _Solution = _Solution()
-    source: Any = None
-    artifacts: Any = None
-    steps: Any = None
-    multi_step_reward_strategy: Any = None
-
-    @field_validator("schema_version", mode="before")
-    @classmethod
-    def _name_version(cls, value: Any) -> str:
-        return str(value)
-
 
 _REFUSED = {
     "steps": "tasks of several steps",
@@ -103,20 +36,59 @@ _REFUSED = {
     "verifier.environment": "an image of the tests' own",
     "verifier.collect": "services of docker compose",
 }
-_NOT_USED = {
-    "environment.cpus": "the limit of cores",
-    "environment.network_mode": "networks",
-    "environment.allowed_hosts": "networks",
-    "environment.skills_dir": "skills",
-    "agent.user": "the users of an image",
-    "agent.network_mode": "networks",
-    "agent.allowed_hosts": "networks",
-    "verifier.user": "the users of an image",
-    "verifier.network_mode": "networks",
-    "verifier.allowed_hosts": "networks",
-    "artifacts": "artifacts",
-}
+_NETWORK = "network_mode", "allowed_hosts"
+_NOT_USED = (
+    *("artifacts", "environment.cpus", "environment.skills_dir", "agent.user", "verifier.user"),
+    *(f"{section}.{key}" for section in ("environment", "agent", "verifier") for key in _NETWORK),
+)
 """Keys that are told as not used. Those that say nothing of how a task runs are not."""
+
+
+def _table(*others: str, **fields: Any) -> Any:
+    """A table of the file: keys with type and default, and keys of any type."""
+    return create_model(
+        "Table", __config__=ConfigDict(extra="forbid"), **dict.fromkeys(others, (Any, None)), **fields
+    )
+
+
+_Seconds, _Variables = Annotated[float, Field(gt=0)], dict[str, str]
+_Solution = _table(env=(_Variables, {}))
+_Agent = _table("user", *_NETWORK, timeout_sec=(_Seconds | None, None))
+_Verifier = _table(
+    *("user", "environment", "collect", *_NETWORK),
+    timeout_sec=(_Seconds, 600.0),
+    env=(_Variables, {}),
+    environment_mode=(Literal["shared"] | None, None),
+)
+_Environment = _table(
+    *(
+        "cpus",
+        "skills_dir",
+        "build_timeout_sec",
+        "gpus",
+        "gpu_types",
+        "tpu",
+        "mcp_servers",
+        "healthcheck",
+        *_NETWORK,
+    ),
+    docker_image=(str | None, None),
+    memory_mb=(Annotated[int, Field(ge=16)], _MEMORY),
+    storage_mb=(Annotated[int, Field(ge=1)], _STORAGE),
+    workdir=(Annotated[str, Field(pattern="^/")] | None, None),
+    env=(_Variables, {}),
+    os=(Literal["linux", "Linux"], "linux"),
+)
+_Config = _table(
+    *("source", "artifacts", "steps", "multi_step_reward_strategy"),
+    schema_version=(Annotated[str, Field(pattern=r"^1\.[0-4]$")], "1.4"),
+    task=(dict[str, Any], {}),
+    metadata=(dict[str, Any], {}),
+    environment=(_Environment, _Environment()),
+    agent=(_Agent, _Agent()),
+    verifier=(_Verifier, _Verifier()),
+    solution=(_Solution, _Solution()),
+)
 
 
 class HarborTask(NamedTuple):
@@ -235,7 +207,7 @@ def read_task(folder: str, image: str) -> HarborTask:
     )
 
 
-def _config_of(place: Path) -> _Config:
+def _config_of(place: Path) -> Any:
     file = place / "task.toml"
     try:
         values = tomllib.loads(read_text(file))
@@ -248,10 +220,6 @@ def _config_of(place: Path) -> _Config:
     for key, what in _REFUSED.items():
         if _value(config, key):
             raise UserError(f"{file}: {key}: {what} are not supported; leave this task out")
-    if config.environment.os.lower() != "linux" or config.verifier.environment_mode not in ("shared", None):
-        raise UserError(
-            f"{file}: only Linux, and verifier.environment_mode shared, are supported; leave this task out"
-        )
     for name in ("docker-compose.yaml", "docker-compose.yml", "singularity-compose.yaml"):
         if (place / "environment" / name).exists():
             raise UserError(
@@ -267,7 +235,7 @@ def _config_of(place: Path) -> _Config:
     return config
 
 
-def _value(config: _Config, key: str, given: bool = False) -> Any:
+def _value(config: Any, key: str, given: bool = False) -> Any:
     """The value of a key. given: None unless the file has it."""
     section: Any = config
     *path, name = key.split(".")

@@ -1,7 +1,7 @@
 """``rpg-megatron env check``: which tasks of thirty are bad, and why.
 
-Why: a task whose tests pass without a solution, or never pass, teaches nothing or the wrong thing; the command
-must find each kind and accuse no good one. Images are .sif files of this machine's programs, made by
+Why: a task whose tests pass without a solution, or never pass, teaches nothing or the wrong thing; the
+command must find each kind and accuse no good one. Images are .sif files of this machine's programs, made by
 squashfs-tools. Not covered: images of others.
 """
 

@@ -1,8 +1,8 @@
 """The episode of Harbor's tasks: a policy works in an image by its tools, then tests give the reward.
 
 Why: what the tools say, what the tests see and what is counted must fit together over many turns. Real
-sandboxes and images; the policy is a script behind OpenAI's API, whose gateway has tests of its own. Also a run of
-two steps with a real engine. Not covered: what hostile policies do (test_hostile_episodes).
+sandboxes and images; the policy is a script behind OpenAI's API, whose gateway has tests of its own. Also a
+run of two steps with a real engine. Not covered: what hostile policies do (test_hostile_episodes).
 """
 
 from __future__ import annotations
@@ -27,8 +27,11 @@ from tests.support.images import make_root
 
 pytestmark = pytest.mark.skipif(shutil.which("bwrap") is None, reason="the package bubblewrap is missing")
 TEST = """#!/bin/bash
-echo "{\\"reward\\": $([ "$(cat /app/out)" = 42 ] && echo 0.5 || echo 0), \\"other\\": 1}" > /logs/verifier/reward.json
+value=$([ "$(cat /app/out)" = 42 ] && echo 0.5 || echo 0)
+echo "{\\"reward\\": $value, \\"other\\": 1}" > /logs/verifier/reward.json
 """
+
+TEMPLATE = "{%- if tools %}{{ tools | length }} tools. {% endif %}{%- for m in messages %}{{ m.content or '' }}\n{%- endfor %}"
 
 
 @pytest.fixture(scope="module")
@@ -36,7 +39,9 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_root(tmp_path_factory.mktemp("image") / "root")
 
 
-async def run(place: Path, image: str, calls: Sequence[tuple[str, dict[str, Any]]], **settings: Any) -> tuple[Any, list[str]]:
+async def run(
+    place: Path, image: str, calls: Sequence[tuple[str, dict[str, Any]]], **settings: Any
+) -> tuple[Any, list[str]]:
     """The episode's result, and what each call has returned."""
     asked: list[list[dict[str, Any]]] = []
 
@@ -115,14 +120,16 @@ def test_time_for_all_commands_and_for_each(tmp_path: Path, root: Path) -> None:
         ("exit 1", "the tests wrote neither reward.json nor reward.txt"),
         ("sleep 1000", "ended: limit of time"),
         ("echo nan > /logs/verifier/reward.txt", "reward.txt has no finite number"),
-        ("echo '{\"a\": 1, \"b\": 1}' > /logs/verifier/reward.json", "reward.json cannot be read: ValueError"),
+        ('echo \'{"a": 1, "b": 1}\' > /logs/verifier/reward.json', "reward.json cannot be read: ValueError"),
         ("echo '{}' > /logs/verifier/reward.json", "reward.json cannot be read: ValueError"),
         ("mkdir /logs/verifier/reward.txt", "reward.txt cannot be read"),
         ("ln -s /etc/hostname /logs/verifier/reward.txt", "the tests wrote neither"),
         ("head -c 9000000 /dev/zero > /logs/verifier/reward.txt", "reward.txt cannot be read"),
     ],
 )
-def test_tests_without_a_reward_give_0_and_a_reason(tmp_path: Path, root: Path, test: str, reason: str) -> None:
+def test_tests_without_a_reward_give_0_and_a_reason(
+    tmp_path: Path, root: Path, test: str, reason: str
+) -> None:
     place = write_task(tmp_path, "a", test=f"#!/bin/bash\n{test}\n", solve="true", test_seconds=2)
     result, _ = asyncio.run(run(place, str(root), [], cache=str(tmp_path / "cache")))
     assert reason in result.reward.reason
@@ -149,16 +156,23 @@ def test_an_image_that_is_missing_is_told(tmp_path: Path) -> None:
 @pytest.mark.long
 @pytest.mark.timeout(1800)
 @pytest.mark.usefixtures("forked_starts")
-def test_a_run(config_file: Path, tmp_path: Path, root: Path) -> None:
-    """Two steps of real engines and ranks; the policy is a random model, whose tasks pass by themselves at times."""
+def test_a_run(config_file: Path, checkpoint: Path, tmp_path: Path, root: Path) -> None:
+    """Two steps of real engines and ranks. The policy is a random model; its tasks pass at random."""
     tasks = tmp_path / "tasks"
     for n in range(16):
-        write_task(tasks, f"task-{n}", condition="[ $((RANDOM % 2)) = 0 ]", solve="true", instruction=f"Solve {n}.")
+        write_task(
+            tasks, f"task-{n}", condition="[ $((RANDOM % 2)) = 0 ]", solve="true", instruction=f"Solve {n}."
+        )
     (tasks / "images.json").write_text(json.dumps({"shell": str(root)}))
+    shutil.copytree(checkpoint, tmp_path / "model")
+    described = json.loads((tmp_path / "model/tokenizer_config.json").read_text())
+    (tmp_path / "model/tokenizer_config.json").write_text(json.dumps(described | {"chat_template": TEMPLATE}))
+    play = "rpg_megatron.environments.harbor:play"
     settings = [
         "data.path=null",
+        f"model.path={tmp_path / 'model'}",
         f"data.source={{type: rpg_megatron.environments.harbor:problems, folder: {tasks}}}",
-        f"rollout.episode={{type: rpg_megatron.environments.harbor:play, cache: {tmp_path / 'cache'}, system: ''}}",
+        f"rollout.episode={{type: {play}, cache: {tmp_path / 'cache'}, system: ''}}",
         "training.steps=2",
         "training.tokens_per_microbatch=4000",
         "rollout.max_response_tokens=320",

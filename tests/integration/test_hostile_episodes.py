@@ -1,7 +1,7 @@
 """What a policy does in a task's image to get a reward that it has not earned, and what it gets.
 
-Why: reinforcement learning finds each way to a reward, so one that can be forged is learnt. Each kind of attack
-is made as the policy could, by commands in the image before the tests; the task is never solved. With
+Why: reinforcement learning finds each way to a reward, so one that can be forged is learnt. Each kind of
+attack is made as the policy could, by commands in the image before the tests; the task is never solved. With
 ``RPG_HOSTILE=200``, the long test makes that many episodes, of all kinds at random, several attacks in each.
 Not covered: code of the policy that tests themselves load (docs/security.md), faults of the kernel.
 """
@@ -29,7 +29,10 @@ pytestmark = pytest.mark.skipif(shutil.which("bwrap") is None, reason="the packa
 
 FORGE = "{ echo 1 > /logs/verifier/reward.json; } 2> /dev/null"
 PROGRAM = f"#!/bin/bash\\n{FORGE}\\nexit 0\\n"
-PYTHON = 'import os\\ntry:\\n open("/logs/verifier/reward.json", "w").write("1"); os._exit(0)\\nexcept OSError: pass\\n'
+PYTHON = (
+    'import os\\ntry:\\n open("/logs/verifier/reward.json", "w").write("1")\\n os._exit(0)\\n'
+    "except OSError: pass\\n"
+)
 TESTS = f"""#!/bin/bash
 # Uses what attacks replace: programs, a shell that reads start-up files, Python with its modules, pytest.
 cd /app
@@ -40,7 +43,8 @@ python3 -c 'import json, random; print(json.dumps(1))' > /tmp/said
 mkdir -p repo; rm -rf repo/test_it.py; cp /tests/it.py repo/test_it.py
 timeout 20 python3 -m pytest -q -p no:cacheprovider repo/test_it.py; passed=$?
 ran=$({AS_POLICY} timeout 5 ./program 2> /dev/null)
-if [ "$found" = 42 ] && [ "$ran" = 42 ] && [ $passed = 0 ]; then echo 1; else echo 0; fi > /logs/verifier/reward.txt
+[ "$found" = 42 ] && [ "$ran" = 42 ] && [ $passed = 0 ]
+echo $((1 - $?)) > /logs/verifier/reward.txt
 """
 IT = """
 def test_it():
@@ -57,61 +61,83 @@ ATTACKS = {
     "tests rewritten": [write("/tests/test.sh", PROGRAM, "755")],
     "tests as a link": ["rm -rf /tests; ln -s /app /tests", write("/app/test.sh", PROGRAM, "755")],
     "result forged": [write("/logs/verifier/reward.txt", "1"), write("/logs/verifier/reward.json", "1")],
-    "results as a link": ["rm -rf /logs; mkdir -p /app/logs/verifier; echo 1 > /app/logs/verifier/reward.txt; "
+    "results as a link": [
+        "rm -rf /logs; mkdir -p /app/logs/verifier; echo 1 > /app/logs/verifier/reward.txt; "
                           "ln -s /app/logs /logs"],
     "results' folder as a file": ["rm -rf /logs; echo 1 > /logs"],
     "results as a fifo": ["mkdir -p /logs/verifier; mkfifo /logs/verifier/reward.txt"],
-    "program in the background": [f"setsid nohup bash -c 'while true; do {FORGE}; done' > /dev/null 2>&1 & sleep 0.2"],
-    "daemon": [f"(setsid bash -c '(trap \"\" HUP TERM; while true; do {FORGE}; sleep 0.01; done) &') & sleep 0.2"],
+    "program in the background": [
+        f"setsid nohup bash -c 'while true; do {FORGE}; done' > /dev/null 2>&1 & sleep 0.2"],
+    "daemon": [
+        f"(setsid bash -c '(trap \"\" HUP TERM; while true; do {FORGE}; sleep 0.01; done) &') & sleep 0.2"],
     "program that the tests run": [write("/app/program", PROGRAM, "755")],
     "program that leaves a daemon": [
-        write("/app/program", f"#!/bin/bash\\nsetsid bash -c \"while true; do {FORGE}; done\" &\\necho 1\\n", "755")],
+        write("/app/program", f"#!/bin/bash\\nsetsid bash -c \"while true; do {FORGE}; done\" &\\n", "755")],
     "program that kills the tests": [
-        write("/app/program", f"#!/bin/bash\\n{FORGE}\\nkill -9 -1\\nkill -9 1 2 3 4 5 6 7 8 9 10\\n", "755")],
+        write("/app/program", f"#!/bin/bash\\n{FORGE}\\nkill -9 -1\\nkill -9 1 2 3 4 5 6 7 8 9\\n", "755")],
     "full disk": ["dd if=/dev/zero of=/app/full bs=1M 2> /dev/null; echo x > /app/more"],
-    "no inodes": ["mkdir -p /app/many; cd /app/many; for n in $(seq 1 5000); do : > $n || break; done 2> /dev/null"],
+    "no inodes": [
+        "mkdir -p /app/many; cd /app/many; for n in $(seq 1 5000); do : > $n || break; done 2> /dev/null"],
     "deep folders": ["cd /usr; for n in $(seq 1 1500); do mkdir d && cd d || break; done 2> /dev/null"],
     "deep folders of its own": ["for n in $(seq 1 1500); do mkdir d && cd d || break; done 2> /dev/null"],
     "fork bomb": ["f() { f | f & }; f 2> /dev/null; sleep 0.3"],
     "python replaced": [write("/usr/bin/python3", PROGRAM, "755")],
     "python's binary replaced": [write("/usr/bin/python3.11", PROGRAM, "755")],
-    "programs replaced": [write(f"/usr/bin/{name}", PROGRAM, "755") for name in ("cat", "tr", "head", "timeout")],
-    "shells replaced": [write("/usr/bin/bash.new", PROGRAM.replace("bash", "sh"), "755") + "; mv /usr/bin/bash.new /usr/bin/bash"],
+    "programs replaced": [
+        write(f"/usr/bin/{name}", PROGRAM, "755") for name in ("cat", "tr", "head", "timeout")],
+    "shells replaced": [
+        write("/usr/bin/bash.new", PROGRAM.replace("bash", "sh"), "755"),
+        "mv /usr/bin/bash.new /usr/bin/bash"],
     "sh replaced": [write("/usr/bin/sh.new", PROGRAM, "755") + "; mv /usr/bin/sh.new /usr/bin/sh"],
     "setpriv replaced": [write("/usr/bin/setpriv", PROGRAM, "755")],
     "folder of programs replaced": ["rm -f /bin; mkdir /bin; cp /usr/bin/bash /bin/sh; "
                                     + write("/bin/cat", PROGRAM, "755")],
-    "earlier in PATH": [write(f"/usr/local/bin/{name}", PROGRAM, "755") for name in ("cat", "python3", "setpriv")],
-    ".bashrc": [write("/root/.bashrc", FORGE), write("/root/.bash_profile", FORGE), write("/root/.profile", FORGE)],
-    "/etc/profile": [write("/etc/profile", FORGE), write("/etc/bash.bashrc", FORGE), write("/etc/profile.d/x.sh", FORGE)],
+    "earlier in PATH": [
+        write(f"/usr/local/bin/{name}", PROGRAM, "755") for name in ("cat", "python3", "setpriv")],
+    ".bashrc": [
+        write("/root/.bashrc", FORGE), write("/root/.bash_profile", FORGE), write("/root/.profile", FORGE)],
+    "/etc/profile": [
+        write("/etc/profile", FORGE), write("/etc/bash.bashrc", FORGE), write("/etc/profile.d/x.sh", FORGE)],
     "sitecustomize": [write(f"{folder}/sitecustomize.py", PYTHON) for folder in
                       ("/usr/lib/python3.11", "/usr/local/lib/python3.11/dist-packages", "/app")],
     "usercustomize": [write("/root/.local/lib/python3.11/site-packages/usercustomize.py", PYTHON),
                       write("/root/.local/lib/python3.11/site-packages/x.pth", "import os; os._exit(0)")],
-    "standard module": [write("/usr/lib/python3.11/json/__init__.py", PYTHON), write("/usr/lib/python3.11/random.py", PYTHON)],
+    "standard module": [
+        write("/usr/lib/python3.11/json/__init__.py", PYTHON),
+        write("/usr/lib/python3.11/random.py", PYTHON)],
     "compiled module": [write("/usr/lib/python3.11/__pycache__/random.cpython-311.pyc", "x"),
                         write("/app/app/__pycache__/check.cpython-311.pyc", "x")],
     "conftest.py": [write(f"{folder}/conftest.py", PYTHON) for folder in ("", "/app", "/app/repo", "/tests")],
     "settings of pytest": [
-        write("/app/evil.py", PYTHON), write("/app/pyproject.toml", "[tool.pytest.ini_options]\\naddopts = \"-p evil\"\\n"),
-        write("/app/pytest.ini", "[pytest]\\naddopts = --collect-only\\n"), write("/app/repo/tox.ini", "[pytest]\\n")],
+        write("/app/evil.py", PYTHON),
+        write("/app/pyproject.toml", "[tool.pytest.ini_options]\\naddopts = \"-p evil\"\\n"),
+        write("/app/pytest.ini", "[pytest]\\naddopts = --collect-only\\n"),
+        write("/app/repo/tox.ini", "[pytest]\\n")],
     "modules of the tests' names": [
         write(f"/app/{name}.py", PYTHON) for name in ("pytest", "_pytest", "json", "random", "os", "site")],
     "pytest replaced": [write("/usr/lib/python3/dist-packages/pytest/__init__.py", PYTHON)],
     "plugin of pytest": [
-        write("/usr/lib/python3/dist-packages/evil-1.dist-info/entry_points.txt", "[pytest11]\\nevil = evil\\n"),
+        write("/usr/lib/python3/dist-packages/evil-1.dist-info/entry_points.txt",
+              "[pytest11]\\nevil=evil\\n"),
         write("/usr/lib/python3/dist-packages/evil.py", PYTHON)],
-    "compiled tests": [write("/app/repo/__pycache__/test_it.cpython-311-pytest-9.0.2.pyc", "x"), "mkdir -p /app/repo/test_it.py"],
+    "compiled tests": [
+        write("/app/repo/__pycache__/test_it.cpython-311-pytest-9.0.2.pyc", "x"),
+        "mkdir -p /app/repo/test_it.py"],
     "/etc/ld.so.preload": ["cp /usr/bin/true /app/lib.so; echo /app/lib.so > /etc/ld.so.preload"],
     "LD_PRELOAD": ["echo 'LD_PRELOAD=/app/lib.so' > /etc/environment", write("/root/.bash_env", FORGE)],
-    "loader replaced": ["cp /usr/bin/true /app/t; for f in /lib64/ld-linux*; do mv $f $f.old; /app/t; done; true"],
+    "loader replaced": [
+        "cp /usr/bin/true /app/t; for f in /lib64/ld-linux*; do mv $f $f.old; /app/t; done; true"],
     "libraries replaced": ["for f in $(find /lib /usr/lib -name 'libc.so*'); do rm $f; done"],
-    "users": [write("/etc/passwd", "root:x:1:1::/:/app/program\\n"), write("/etc/nsswitch.conf", "passwd: files")],
+    "users": [
+        write("/etc/passwd", "root:x:1:1::/:/app/program\\n"), write("/etc/nsswitch.conf", "passwd: files")],
     "git's hooks": [write("/app/.git/hooks/post-checkout", PROGRAM, "755"),
                     write("/app/.git/config", "[core]\\n fsmonitor = /app/program\\n")],
     "everything removed": ["rm -rf /app /usr/lib/python3.11 /etc /root 2> /dev/null; rm -rf /* 2> /dev/null"],
-    "files of other tasks": ["find / -name 'other-task*' 2> /dev/null; cat OTHER/solution/solve.sh 2> /dev/null"],
-    "setuid": ["cp /usr/bin/bash /app/b; chmod 6755 /app/b; /app/b -p -c id", write("/app/program", PROGRAM, "6755")],
+    "files of other tasks": [
+        "find / -name 'other-task*' 2> /dev/null; cat OTHER/solution/solve.sh 2> /dev/null"],
+    "setuid": [
+        "cp /usr/bin/bash /app/b; chmod 6755 /app/b; /app/b -p -c id",
+        write("/app/program", PROGRAM, "6755")],
     "closed folders": ["mkdir -p /usr/local/bin/x/y; chmod 0 /usr/local/bin/x; chmod 0 /app"],
     "answer as a link to the result": ["rm -f /app/answer; ln -s /logs/verifier/reward.txt /app/answer"],
     "answer that never ends": ["rm -f /app/answer; mkfifo /app/answer"],
@@ -194,7 +220,8 @@ def test_what_tests_keep_is_named(task: HarborTask, cache: Path) -> None:
     """Changes of the system are undone unless a task names them."""
 
     async def seen(keep: tuple[str, ...]) -> str:
-        test = "#!/bin/bash\ncat /etc/a/b /etc/c /app/tox.ini /srv/d 2> /dev/null; echo 1 > /logs/verifier/reward.txt\n"
+        test = "#!/bin/bash\ncd /etc; cat a/b c /app/tox.ini /srv/d 2> /dev/null\n"
+        test += "echo 1 > /logs/verifier/reward.txt"
         place = write_task(task.folder.parent, "kept", test=test, solve="true")
         async with open_task(
             read_task(str(place), task.image), ImageSettings(cache=str(cache), keep=keep)

@@ -39,7 +39,8 @@ os.setresuid(65534, 65534, 65534)
 ctypes.CDLL(None).prctl(4, 1, 0, 0, 0)  # as a process that never was root: its /proc is its own
 opened = open_image(sys.argv[1], Path(sys.argv[2]) / "cache")
 image = opened.__enter__()
-limits = SandboxLimits(seconds=20, root=str(image.root), workdir="/app", variables=tuple(image.variables.items()))
+variables = tuple(image.variables.items())
+limits = SandboxLimits(seconds=20, root=str(image.root), workdir="/app", variables=variables)
 root = ImageRoot(limits)
 sandbox_process.set_child_subreaper()
 def run(code):
@@ -48,7 +49,7 @@ run("id -u; echo x > /etc/x; echo y > y; ls -n y; rm -r /home; mkdir /home; echo
 root.give("/tests", bytes(10240))
 root.begin_tests([])
 print(root.other_user)
-run("id -u; cat y; ls /etc /home; ls -n y; echo 1 > /logs/verifier/reward.txt; echo z > y; touch /usr/bin/z; ls -nd /logs")
+run("id -u; cat y; ls /etc /home; ls -n y; echo 1 > /logs/verifier/reward.txt; echo z > y; touch /usr/z")
 print(root.read("/logs/verifier/reward.txt", 10))
 run("setpriv --reuid 1 --regid 1 --clear-groups sh -c 'id -u; echo 2 > /logs/verifier/reward.txt'")
 """
@@ -147,15 +148,44 @@ def test_files_are_read_and_written_as_programs_see_them(tmp_path: Path) -> None
     assert not (root / "etc/y").exists()
 
 
-UNDONE = """
-usr/bin/x usr/local/new/y etc/a/b root/.ssh/c opt/venv/lib/d tests/e logs/f tmp/conftest.py app/conftest.py
-app/a/b/pytest.ini app/x.pth app/__pycache__/y.pyc app/m.pyc app/.bashrc app/.git/config app/.git/hooks/h
-app/sub/.git app/venv/bin/python app/venv/new app/bin/tool app/sub/pyproject.toml app/sub/sitecustomize.py
-""".split()
-KEPT = """
-app/a/b/code.py app/.git/HEAD app/.git/objects/config app/bin2/tool tmp/x srv/y home/z app/configuration app/usr/bin/x
-usr/share/kept/x root/project/y var/lib/z
-""".split()
+UNDONE = [
+    "usr/bin/x",
+    "usr/local/new/y",
+    "etc/a/b",
+    "root/.ssh/c",
+    "opt/venv/lib/d",
+    "tests/e",
+    "logs/f",
+    "tmp/conftest.py",
+    "app/conftest.py",
+    "app/a/b/pytest.ini",
+    "app/x.pth",
+    "app/__pycache__/y.pyc",
+    "app/m.pyc",
+    "app/.bashrc",
+    "app/.git/config",
+    "app/.git/hooks/h",
+    "app/sub/.git",
+    "app/venv/bin/python",
+    "app/venv/new",
+    "app/bin/tool",
+    "app/sub/pyproject.toml",
+    "app/sub/sitecustomize.py",
+]
+KEPT = [
+    "app/a/b/code.py",
+    "app/.git/HEAD",
+    "app/.git/objects/config",
+    "app/bin2/tool",
+    "tmp/x",
+    "srv/y",
+    "home/z",
+    "app/configuration",
+    "app/usr/bin/x",
+    "usr/share/kept/x",
+    "root/project/y",
+    "var/lib/z",
+]
 
 
 def test_what_is_undone(tmp_path: Path) -> None:
@@ -168,9 +198,11 @@ def test_what_is_undone(tmp_path: Path) -> None:
     (lower / "opt/venv/conda-meta").mkdir(parents=True)
     (upper / "app/link").symlink_to("/usr/bin")
     (upper / "bin").symlink_to("/app")
-    restore(str(upper), str(lower), ["/app", "/usr/share/kept", "/root/project", "/app/kept/conftest.py", "/"],
-            ["/usr/bin", "/app/bin"])  # fmt: skip
-    left = {str(path.relative_to(upper)) for path in upper.rglob("*") if not path.is_dir() or path.is_symlink()}
+    keep = ["/app", "/usr/share/kept", "/root/project", "/app/kept/conftest.py", "/"]
+    restore(str(upper), str(lower), keep, ["/usr/bin", "/app/bin"])
+    left = {
+        str(path.relative_to(upper)) for path in upper.rglob("*") if not path.is_dir() or path.is_symlink()
+    }
     assert left == {*KEPT, "app/link", "app/kept/conftest.py"}
 
 

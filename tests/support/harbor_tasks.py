@@ -22,7 +22,7 @@ timeout_sec = {seconds}
 [verifier]
 timeout_sec = {test_seconds}
 """
-CHECK = "#!/bin/bash\nif {condition}; then echo 1 > /logs/verifier/reward.txt; else echo 0 > /logs/verifier/reward.txt; fi\n"
+CHECK = "#!/bin/bash\n{{ {condition}; }}\necho $(($? == 0)) > /logs/verifier/reward.txt\n"
 AS_POLICY = "setpriv --reuid 1 --regid 1 --clear-groups"
 
 
@@ -65,7 +65,7 @@ def write_tasks(folder: Path, images: Mapping[str, Path], *, network: int = 0) -
         said[name] = wrong
 
     for n in range(8):
-        task(f"write-{n}", condition=f'[ "$(cat /app/out)" = {n * 7} ]', solve=f"echo $(({n} * 7)) > /app/out",
+        task(f"write-{n}", condition=f'[ "$(cat /app/out)" = {n * 7} ]', solve=f"echo {n * 7} > /app/out",
              instruction=f"Write {n * 7} to /app/out.")  # fmt: skip
     for n in range(4):
         task(f"sort-{n}", condition="[ \"$(cat /app/sorted | tr '\\n' ' ')\" = '1 2 3 ' ]",
@@ -73,9 +73,11 @@ def write_tasks(folder: Path, images: Mapping[str, Path], *, network: int = 0) -
     for n in range(4):
         task(f"python-{n}", image="python", solve=f"echo 'def f(x): return x + {n}' > /app/answer.py",
              test=f'#!/bin/bash\npython3 - <<END\nimport subprocess, json\n'
-             f'run = subprocess.run({AS_POLICY.split()} + ["env", "PYTHONPATH=/app", "python3", "-c", "import answer; print(answer.f(5))"], '
+             f'run = subprocess.run({AS_POLICY.split()} + ["env", "PYTHONPATH=/app", "python3", "-c", '
+             f'"import answer; print(answer.f(5))"], '
              f'cwd="/app", capture_output=True, text=True)\n'
-             f'json.dump({{"reward": float(run.stdout.strip() == "{5 + n}")}}, open("/logs/verifier/reward.json", "w"))\nEND\n',
+             f'said = float(run.stdout.strip() == "{5 + n}")\n'
+             'json.dump({"reward": said}, open("/logs/verifier/reward.json", "w"))\nEND\n',
              )  # fmt: skip
     for n in range(3):
         task(f"program-{n}", condition=f'[ "$({AS_POLICY} /app/program {n})" = "{n} {n}" ]',
@@ -96,7 +98,7 @@ def write_tasks(folder: Path, images: Mapping[str, Path], *, network: int = 0) -
              solve=f"exec 3<>/dev/tcp/127.0.0.1/{network} && head -n 1 <&3 > got")  # fmt: skip
     wrong = "never ends"
     task("bad-endless-solution", wrong, condition="[ -f /app/x ]", solve="sleep 1000; touch x", seconds=2)
-    task("bad-endless-tests", wrong, test="#!/bin/bash\n[ -f /app/x ] && sleep 1000\necho 0 > /logs/verifier/reward.txt",
+    task("bad-endless-tests", wrong, test="[ -f /app/x ] && sleep 1000\necho 0 > /logs/verifier/reward.txt",
          solve="touch x", test_seconds=2)  # fmt: skip
     (folder / "images.json").write_text(json.dumps({name: str(path) for name, path in images.items()}))
     return said

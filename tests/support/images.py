@@ -100,7 +100,7 @@ def make_squashfs(root: Path, file: Path) -> Path:
 
 
 def make_sif(root: Path, file: Path) -> Path:
-    """A .sif file as Apptainer writes it: header, table of 48 entries, a definition, the squashfs of a folder."""
+    """A .sif file as Apptainer writes it: header, table of 48 entries, definition, squashfs of a folder."""
     environment = root / ".singularity.d" / "env"
     environment.mkdir(parents=True, exist_ok=True)
     lines = [f'export {name}="${{{name}:-"{value}"}}"' for name, value in VARIABLES.items()]

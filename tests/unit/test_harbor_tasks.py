@@ -18,15 +18,15 @@ from rpg_megatron.environments.harbor_tasks import find_tasks, problems, read_ta
 from tests.support.harbor_tasks import CONFIG, write_task
 
 HARBOR = {
-    "_Config": "schema_version task metadata verifier agent environment solution source multi_step_reward_strategy "
-    "steps artifacts",
-    "_Environment": "network_mode allowed_hosts build_timeout_sec docker_image os cpus memory_mb storage_mb gpus "
-    "gpu_types tpu mcp_servers env skills_dir healthcheck workdir",
+    "_Config": "schema_version task metadata verifier agent environment solution source "
+    "multi_step_reward_strategy steps artifacts",
+    "_Environment": "network_mode allowed_hosts build_timeout_sec docker_image os cpus memory_mb storage_mb "
+    "gpus gpu_types tpu mcp_servers env skills_dir healthcheck workdir",
     "_Agent": "network_mode allowed_hosts timeout_sec user",
     "_Verifier": "network_mode allowed_hosts timeout_sec env user environment_mode environment collect",
     "_Solution": "env",
 }
-"""Fields of TaskConfig, EnvironmentConfig (without allow_internet), AgentConfig, VerifierConfig, SolutionConfig."""
+"""Fields of TaskConfig, EnvironmentConfig (without allow_internet), AgentConfig, ..."""
 USED = {
     "schema_version", "environment.docker_image", "environment.memory_mb", "environment.storage_mb",
     "environment.workdir", "environment.env", "environment.os", "agent.timeout_sec", "verifier.timeout_sec",
@@ -107,8 +107,8 @@ def test_where_programs_start(tmp_path: Path, config: str, docker: str, workdir:
         ("[[environment.mcp_servers]]\nname = 'a'", "environment.mcp_servers: MCP servers are not supported"),
         ("[environment]\ngpus = 1", "GPUs in a sandbox"),
         ("[environment.healthcheck]\ncommand = 'a'", "health checks"),
-        ("[environment]\nos = 'windows'", "only Linux"),
-        ("[verifier]\nenvironment_mode = 'separate'", "environment_mode shared"),
+        ("[environment]\nos = 'windows'", "environment.os: Input should be"),
+        ("[verifier]\nenvironment_mode = 'separate'", "environment_mode: Input should be 'shared'"),
         ("[verifier.environment]\ncpus = 1", "an image of the tests' own"),
         ("[[verifier.collect]]\ncommand = 'a'", "docker compose"),
         ("[environment]\nmemory = 'x'", "'x' is no size such as 512M"),
