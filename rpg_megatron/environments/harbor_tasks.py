@@ -46,7 +46,8 @@ _NOT_USED = (
 
 def _table(*others: str, **fields: Any) -> Any:
     """A table of the file: keys with type and default, and keys of any type."""
-    return create_model(
+    make: Any = create_model
+    return make(
         "Table", __config__=ConfigDict(extra="forbid"), **dict.fromkeys(others, (Any, None)), **fields
     )
 

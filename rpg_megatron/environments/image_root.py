@@ -168,8 +168,9 @@ class ImageRoot:
         have a name of ``START_UP``. Raises OSError, RecursionError.
         """
         _libc.umount2(_ROOT.encode(), DETACH)
-        path = dict(self.limits.variables).get("PATH", "").split(":")
-        restore(f"{LAYER}/upper", _LOWER, [*keep, self.limits.workdir], path)
+        variables = dict(self.limits.variables)
+        programs = ":".join(variables.get(name, "") for name in ("PATH", "LD_LIBRARY_PATH")).split(":")
+        restore(f"{LAYER}/upper", _LOWER, [*keep, self.limits.workdir], programs)
         self._mount_root()
         mount(_RESULTS, "tmpfs", NOSUID_NODEV, f"size={_RESULTS_MIB}m,mode=755")
         for name in ("", "verifier", "agent", "artifacts"):
@@ -234,7 +235,8 @@ def find_layer_problem(folder: str) -> str:
 def restore(upper: str, lower: str, keep: Sequence[str], programs: Sequence[str]) -> None:
     """Undo changes in a writable layer: of ``SYSTEM``, of folders of programs, of what runs by itself.
 
-    keep: absolute paths, with all below them, that are not of the system. programs: folders of PATH. A folder
+    keep: absolute paths, with all below them, that are not of the system. programs: folders of PATH and of libraries.
+    A folder
     in which the image has an interpreter (``pyvenv.cfg``, ``conda-meta``) is one of programs too.
     """
     keep = [path for each in keep if (path := posixpath.normpath(each)) != "/"]

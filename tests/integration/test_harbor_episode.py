@@ -31,7 +31,10 @@ value=$([ "$(cat /app/out)" = 42 ] && echo 0.5 || echo 0)
 echo "{\\"reward\\": $value, \\"other\\": 1}" > /logs/verifier/reward.json
 """
 
-TEMPLATE = "{%- if tools %}{{ tools | length }} tools. {% endif %}{%- for m in messages %}{{ m.content or '' }}\n{%- endfor %}"
+TEMPLATE = (
+    "{%- if tools %}{{ tools | length }} tools. {% endif %}"
+    "{%- for m in messages %}{{ m.content or '' }}\n{%- endfor %}"
+)
 
 
 @pytest.fixture(scope="module")

@@ -12,6 +12,8 @@ import asyncio
 import os
 import random
 import shutil
+import subprocess
+import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -23,6 +25,7 @@ from rpg_megatron.environments.harbor_tasks import HarborTask, read_task
 from rpg_megatron.environments.sandbox import SandboxResult
 from tests.support.harbor_tasks import AS_POLICY, write_task
 from tests.support.images import make_root
+from tests.support.ranks import ROOT
 from tests.support.sandboxes import outside
 
 pytestmark = pytest.mark.skipif(shutil.which("bwrap") is None, reason="the package bubblewrap is missing")
@@ -206,14 +209,39 @@ def test_an_attack_gains_a_reward_where_its_change_is_kept(task: HarborTask, cac
     assert tested.reward == 1, tested
 
 
-def test_nothing_of_an_episode_is_left(task: HarborTask, cache: Path) -> None:
-    mark = f"rpg-hostile-{os.getpid()}"
-    command = f"setsid nohup bash -c 'exec -a {mark} sleep 1000' > /dev/null 2>&1 & sleep 0.2"
-    asyncio.run(play(task, cache, [command]))
+OWNER = """
+import asyncio, sys
+from rpg_megatron.environments.harbor import ImageSettings, open_task
+from rpg_megatron.environments.harbor_tasks import read_task
+async def main():
+    async with open_task(read_task(sys.argv[1], sys.argv[2]), ImageSettings(cache=sys.argv[3])) as opened:
+        print("open", flush=True)
+        await opened.run(["sh", "-c", sys.argv[4]], 100.0)
+asyncio.run(main())
+"""
+
+
+def wait_for_none(mark: str) -> None:
     end = time.monotonic() + 30
     while outside(mark):
         assert time.monotonic() < end
         time.sleep(0.05)
+
+
+def test_nothing_of_an_episode_is_left(task: HarborTask, cache: Path) -> None:
+    """Also if its process is killed."""
+    mark = f"rpg-hostile-{os.getpid()}"
+    leave = f"setsid nohup bash -c 'exec -a {mark} sleep 1000' > /dev/null 2>&1 & sleep 0.2"
+    asyncio.run(play(task, cache, [leave]))
+    wait_for_none(mark)
+    command = [sys.executable, "-c", OWNER, str(task.folder), task.image, str(cache), f"{leave}; sleep 1000"]
+    owner = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=ROOT)
+    while not any(line.startswith(mark) for line in outside(mark)):
+        assert owner.poll() is None
+        time.sleep(0.05)
+    owner.kill()
+    owner.communicate()
+    wait_for_none(mark)
 
 
 def test_what_tests_keep_is_named(task: HarborTask, cache: Path) -> None:

@@ -18,6 +18,7 @@ from pathlib import Path
 
 import pytest
 
+from rpg_megatron.commands.doctor.machine import probe_sandboxes
 from rpg_megatron.config import UserError
 from rpg_megatron.environments.image_root import restore
 from rpg_megatron.environments.sandbox import Sandbox, Sandboxes, SandboxResult
@@ -209,6 +210,8 @@ def test_what_is_undone(tmp_path: Path) -> None:
 @needs_bwrap
 def test_what_a_machine_lacks_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     assert find_problem(SandboxLimits(root="images")) is None
+    [check] = probe_sandboxes(None)  # type: ignore[arg-type]
+    assert "; tasks with images can; " in check.found
     monkeypatch.setenv("PATH", "/nowhere")
     assert "install the package bubblewrap" in (find_problem(SandboxLimits(root="images")) or "")
     with pytest.raises(UserError, match="bubblewrap"):
