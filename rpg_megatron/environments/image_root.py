@@ -235,9 +235,8 @@ def find_layer_problem(folder: str) -> str:
 def restore(upper: str, lower: str, keep: Sequence[str], programs: Sequence[str]) -> None:
     """Undo changes in a writable layer: of ``SYSTEM``, of folders of programs, of what runs by itself.
 
-    keep: absolute paths, with all below them, that are not of the system. programs: folders of PATH and of libraries.
-    A folder
-    in which the image has an interpreter (``pyvenv.cfg``, ``conda-meta``) is one of programs too.
+    keep: absolute paths, with all below them, that are not of the system. programs: folders of PATH and of
+    libraries. A folder in which the image has an interpreter (``pyvenv.cfg``, ``conda-meta``) is one too.
     """
     keep = [path for each in keep if (path := posixpath.normpath(each)) != "/"]
     folders = [("/", False)]
@@ -286,7 +285,8 @@ def _enter_users(users: Sequence[tuple[int, int]], group: int, program: str) -> 
             os._exit(status)
     os.close(read)
     os.unshare(os.CLONE_NEWUSER)
-    os.close(write) if os.write(write, b"x") else None
+    os.write(write, b"x")
+    os.close(write)
     if os.waitpid(child, 0)[1]:
         raise OSError(errno.EPERM, "the users of a user namespace cannot be set")
     os.setresgid(0, 0, 0)

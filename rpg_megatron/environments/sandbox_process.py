@@ -32,16 +32,8 @@ from pathlib import Path
 from typing import Any
 
 from rpg_megatron.config.errors import UserError
-from rpg_megatron.environments.image_root import (
-    DETACH,
-    DEVICES,
-    LAYER,
-    NOSUID_NODEV,
-    ImageRoot,
-    enter_own_mounts,
-    find_layer_problem,
-    mount,
-)
+from rpg_megatron.environments import image_root
+from rpg_megatron.environments.image_root import DETACH, LAYER, NOSUID_NODEV, ImageRoot, mount
 from rpg_megatron.environments.sandbox_limits import SandboxLimits, find_problem, own_user
 from rpg_megatron.system.child import start_program
 from rpg_megatron.system.fork_server import Serve, send_line
@@ -153,7 +145,7 @@ def _mount_folders(limits: SandboxLimits) -> None:
         maps = {"setgroups": "deny", "uid_map": f"{user} {user} 1", "gid_map": f"{group} {group} 1"}
         for name, text in maps.items():
             Path("/proc/self", name).write_text(text)
-    enter_own_mounts()
+    image_root.enter_own_mounts()
     end_with_parent(parent)  # new rights have ended that
     os.mkdir(_SCRATCH)
     os.mkdir(_WORK)
@@ -203,7 +195,7 @@ def _by_bwrap(
         return ["bwrap", *options, *image.options(), "--", *command]
     options += ["--proc", "/proc", "--bind", _WORK, "/work", "--bind", _SCRATCH, "/tmp"]
     options += ["--dir", "/dev", "--dir", "/etc", "--symlink", "/tmp", "/dev/shm"]
-    for source, name in DEVICES.items():
+    for source, name in image_root.DEVICES.items():
         options += ["--dev-bind", source, f"/dev/{name}"]
     for path in filter(os.path.lexists, _SYSTEM):
         options += ["--symlink", os.readlink(path)] if os.path.islink(path) else ["--ro-bind", path]
@@ -382,7 +374,7 @@ def main() -> None:
         with tempfile.TemporaryDirectory(prefix="sandbox-", ignore_cleanup_errors=True) as folder:
             if limits.root:
                 if (child := os.fork()) == 0:  # which cannot remove the folder any more
-                    print(find_layer_problem(folder), flush=True)
+                    print(image_root.find_layer_problem(folder), flush=True)
                     os._exit(0)
                 os.waitpid(child, 0)
                 return

@@ -6,19 +6,14 @@ import asyncio
 import math
 import re
 import time
+from collections import Counter
 from pathlib import Path
-from typing import NamedTuple
 
 from rpg_megatron.config.errors import UserError
-from rpg_megatron.environments.harbor import (
-    ImageSettings,
-    Tested,
-    boxes,
-    open_task,
-    pack,
-    script_command,
-)
+from rpg_megatron.environments import harbor
+from rpg_megatron.environments.harbor import ImageSettings, Tested
 from rpg_megatron.environments.harbor_tasks import HarborTask, find_tasks
+from rpg_megatron.environments.sandbox import SandboxResult
 
 _NO_NETWORK = re.compile(
     r"name resolution|resolve host|Name or service not known|[Nn]etwork is unreachable|"
@@ -26,15 +21,6 @@ _NO_NETWORK = re.compile(
     r"socket.*Operation not permitted|/dev/(tcp|udp)/|Failed to (fetch|establish)|Max retries exceeded"
 )
 """What programs write that want a network."""
-
-
-class _Run(NamedTuple):
-    """Tests after the reference solution, or after none."""
-
-    tested: Tested
-    output: str
-    """Of the solution."""
-    ended: str
 
 
 def check_tasks(
@@ -50,16 +36,14 @@ def check_tasks(
             f"no folder below {folder} has a task.toml; give a folder with tasks of Harbor's format"
         )
     bad = {name.partition(" ")[0]: f"has no image: {name}; name one in images" for name in unmapped} | refused
-    boxes()  # a machine without sandboxes is told before any task
+    harbor.boxes()  # a machine without sandboxes is told before any task
     limit = seconds or math.inf
     capped = [
         t._replace(seconds=min(t.seconds or 3600.0, limit), test_seconds=min(t.test_seconds, limit))
         for t in tasks
     ]
     bad |= asyncio.run(_check_all(capped, settings, network))
-    keys = sorted({key for task in tasks for key in task.not_used})
-    for key in keys:
-        count = sum(key in task.not_used for task in tasks)
+    for key, count in sorted(Counter(key for task in tasks for key in task.not_used).items()):
         print(f"not used: {key}, in {count} tasks")
     for name, what in sorted(bad.items()):
         print(f"bad: {name}: {what}")
@@ -93,40 +77,38 @@ async def _check_all(tasks: list[HarborTask], settings: ImageSettings, network: 
 async def _what_is_wrong(task: HarborTask, settings: ImageSettings, network: bool) -> str:
     if not (task.folder / "solution/solve.sh").is_file():
         return "has no solution/solve.sh"
-    empty = (await _run(task, settings, solve=False)).tested
+    _, empty = await _run(task, settings, solve=False)
     if empty.ended:
         return f"never ends: tests without a solution, {empty.reason}"
     if empty.reward:
         return f"passes without a solution: reward {empty.reward:g}"
-    solved = await _run(task, settings, solve=True)
-    if solved.tested.reward == 1.0:
+    solution, tested = await _run(task, settings, solve=True)
+    if tested.reward == 1.0:
         return ""
-    said = solved.output + solved.tested.output
-    if network and (await _run(task, settings, solve=True, network=True)).tested.reward == 1.0:
+    said = solution.output + tested.output
+    if network and (await _run(task, settings, solve=True, network=True))[1].reward == 1.0:
         return "needs a network: with one, its solution passes"
     if _NO_NETWORK.search(said):
         return f"needs a network: {_end_of(said)}"
-    if solved.ended or solved.tested.ended:
-        which = "solution" if solved.ended else "tests"
-        return f"never ends: {which}, ended: limit of {solved.ended or solved.tested.ended}"
-    reward = "no reward" if solved.tested.reward is None else f"reward {solved.tested.reward:g}"
-    return f"solution fails: {reward}, {solved.tested.reason}; {_end_of(said)}"
+    if ended := solution.ended or tested.ended:
+        return f"never ends: {'solution' if solution.ended else 'tests'}, ended: limit of {ended}"
+    reward = "no reward" if tested.reward is None else f"reward {tested.reward:g}"
+    return f"solution fails: {reward}, {tested.reason}; {_end_of(said)}"
 
 
-async def _run(task: HarborTask, settings: ImageSettings, *, solve: bool, network: bool = False) -> _Run:
-    output = ended = ""
-    async with open_task(task, settings, network=network) as opened:
+async def _run(
+    task: HarborTask, settings: ImageSettings, *, solve: bool, network: bool = False
+) -> tuple[SandboxResult, Tested]:
+    """The reference solution or nothing, then the tests."""
+    result = SandboxResult("", 0)
+    async with harbor.open_task(task, settings, network=network) as opened:
         if solve:
             script = task.folder / "solution/solve.sh"
-            await opened.sandbox.give({"/solution": await asyncio.to_thread(pack, script.parent)})
-            variables = [f"{name}={value}" for name, value in task.solution_variables.items()]
-            command = [
-                *(["env", *variables] if variables else []),
-                *script_command(script, "/solution/solve.sh"),
-            ]
+            await opened.sandbox.give({"/solution": await asyncio.to_thread(harbor.pack, script.parent)})
+            command = harbor.with_variables(task.solution_variables)
+            command += harbor.script_command(script, "/solution/solve.sh")
             result = await opened.run(command, task.seconds or 3600.0)
-            output, ended = result.output, result.ended
-        return _Run(await opened.test(), output, ended)
+        return result, await opened.test()
 
 
 def _end_of(output: str) -> str:
