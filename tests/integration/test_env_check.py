@@ -20,12 +20,13 @@ from pathlib import Path
 import pytest
 
 from tests.support.harbor_tasks import write_task, write_tasks
-from tests.support.images import make_root, make_sif
+from tests.support.images import PYTHON, make_root, make_sif
 from tests.support.ranks import ROOT
 
 pytestmark = [
     pytest.mark.skipif(shutil.which("bwrap") is None, reason="the package bubblewrap is missing"),
     pytest.mark.skipif(shutil.which("mksquashfs") is None, reason="squashfs-tools is missing"),
+    pytest.mark.skipif(not Path(f"/usr/lib/{PYTHON.name}").is_dir(), reason="the system has no Python"),
 ]
 
 

@@ -24,11 +24,17 @@ from rpg_megatron.environments.harbor import ImageSettings, TaskSandbox, Tested,
 from rpg_megatron.environments.harbor_tasks import HarborTask, read_task
 from rpg_megatron.environments.sandbox import SandboxResult
 from tests.support.harbor_tasks import AS_POLICY, write_task
+from tests.support.images import PYTHON as SYSTEM_PYTHON
 from tests.support.images import make_root
 from tests.support.ranks import ROOT
 from tests.support.sandboxes import outside
 
-pytestmark = pytest.mark.skipif(shutil.which("bwrap") is None, reason="the package bubblewrap is missing")
+LIB = f"/usr/lib/{SYSTEM_PYTHON.name}"
+USER = f"/root/.local/lib/{SYSTEM_PYTHON.name}/site-packages"
+pytestmark = [
+    pytest.mark.skipif(shutil.which("bwrap") is None, reason="the package bubblewrap is missing"),
+    pytest.mark.skipif(not Path(LIB).is_dir(), reason="the system has no Python"),
+]
 
 FORGE = "{ echo 1 > /logs/verifier/reward.json; } 2> /dev/null"
 PROGRAM = f"#!/bin/bash\\n{FORGE}\\nexit 0\\n"
@@ -85,7 +91,7 @@ ATTACKS = {
     "deep folders of its own": ["for n in $(seq 1 1500); do mkdir d && cd d || break; done 2> /dev/null"],
     "fork bomb": ["f() { f | f & }; f 2> /dev/null; sleep 0.3"],
     "python replaced": [write("/usr/bin/python3", PROGRAM, "755")],
-    "python's binary replaced": [write("/usr/bin/python3.11", PROGRAM, "755")],
+    "python's binary replaced": [write(str(SYSTEM_PYTHON), PROGRAM, "755")],
     "programs replaced": [
         write(f"/usr/bin/{name}", PROGRAM, "755") for name in ("cat", "tr", "head", "timeout")],
     "shells replaced": [
@@ -102,13 +108,13 @@ ATTACKS = {
     "/etc/profile": [
         write("/etc/profile", FORGE), write("/etc/bash.bashrc", FORGE), write("/etc/profile.d/x.sh", FORGE)],
     "sitecustomize": [write(f"{folder}/sitecustomize.py", PYTHON) for folder in
-                      ("/usr/lib/python3.11", "/usr/local/lib/python3.11/dist-packages", "/app")],
-    "usercustomize": [write("/root/.local/lib/python3.11/site-packages/usercustomize.py", PYTHON),
-                      write("/root/.local/lib/python3.11/site-packages/x.pth", "import os; os._exit(0)")],
+                      (LIB, f"/usr/local/lib/{SYSTEM_PYTHON.name}/dist-packages", "/app")],
+    "usercustomize": [write(f"{USER}/usercustomize.py", PYTHON),
+                      write(f"{USER}/x.pth", "import os; os._exit(0)")],
     "standard module": [
-        write("/usr/lib/python3.11/json/__init__.py", PYTHON),
-        write("/usr/lib/python3.11/random.py", PYTHON)],
-    "compiled module": [write("/usr/lib/python3.11/__pycache__/random.cpython-311.pyc", "x"),
+        write(f"{LIB}/json/__init__.py", PYTHON),
+        write(f"{LIB}/random.py", PYTHON)],
+    "compiled module": [write(f"{LIB}/__pycache__/random.cpython-311.pyc", "x"),
                         write("/app/app/__pycache__/check.cpython-311.pyc", "x")],
     "conftest.py": [write(f"{folder}/conftest.py", PYTHON) for folder in ("", "/app", "/app/repo", "/tests")],
     "settings of pytest": [
@@ -135,7 +141,7 @@ ATTACKS = {
         write("/etc/passwd", "root:x:1:1::/:/app/program\\n"), write("/etc/nsswitch.conf", "passwd: files")],
     "git's hooks": [write("/app/.git/hooks/post-checkout", PROGRAM, "755"),
                     write("/app/.git/config", "[core]\\n fsmonitor = /app/program\\n")],
-    "everything removed": ["rm -rf /app /usr/lib/python3.11 /etc /root 2> /dev/null; rm -rf /* 2> /dev/null"],
+    "everything removed": [f"rm -rf /app {LIB} /etc /root 2> /dev/null; rm -rf /* 2> /dev/null"],
     "files of other tasks": [
         "find / -name 'other-task*' 2> /dev/null; cat OTHER/solution/solve.sh 2> /dev/null"],
     "setuid": [
@@ -195,8 +201,8 @@ def test_a_solution_is_rewarded_in_the_same_task(task: HarborTask, cache: Path) 
 
 GAIN = {
     "shells replaced": "/usr/bin", "python's binary replaced": "/usr/bin", "programs replaced": "/usr/bin",
-    ".bashrc": "/root/.bashrc", "/etc/profile": "/etc/profile", "standard module": "/usr/lib/python3.11",
-    "sitecustomize": "/usr/lib/python3.11/sitecustomize.py", "conftest.py": "/app/repo/conftest.py",
+    ".bashrc": "/root/.bashrc", "/etc/profile": "/etc/profile", "standard module": LIB,
+    "sitecustomize": f"{LIB}/sitecustomize.py", "conftest.py": "/app/repo/conftest.py",
     "pytest replaced": "/usr/lib/python3", "plugin of pytest": "/usr/lib/python3",
 }  # fmt: skip
 

@@ -54,6 +54,8 @@ SHELL = [
     "dirname",
     "readlink",
 ]
+PYTHON = Path("/usr/bin/python3").resolve()
+"""The system's Python, whose modules are in /usr/lib."""
 VARIABLES = {"PATH": "/usr/local/bin:/usr/bin:/bin", "GREETING": "hello there"}
 
 
@@ -64,15 +66,14 @@ def make_root(root: Path, programs: Sequence[str] = SHELL, *, python: bool = Fal
     (root / "bin").symlink_to("usr/bin")
     found = [path for name in programs if (path := shutil.which(name, path="/usr/bin:/bin"))]
     if python:
-        real = Path("/usr/bin/python3").resolve()
-        found += [str(real)]
+        found += [str(PYTHON)]
         skipped = shutil.ignore_patterns(
             "__pycache__", "test", "tests", "idlelib", "lib2to3", "config-*", "dist-packages"
         )
         shutil.copytree(
-            f"/usr/lib/{real.name}", root / "usr/lib" / real.name, ignore=skipped, dirs_exist_ok=True
+            f"/usr/lib/{PYTHON.name}", root / "usr/lib" / PYTHON.name, ignore=skipped, dirs_exist_ok=True
         )
-        (root / "usr/bin/python3").symlink_to(real.name)
+        (root / "usr/bin/python3").symlink_to(PYTHON.name)
         for name in ("pytest", "_pytest", "pluggy", "iniconfig", "packaging", "pygments", "py"):
             source = Path(str(importlib.util.find_spec(name).origin))  # type: ignore[union-attr]
             packages = root / "usr/lib/python3/dist-packages"
