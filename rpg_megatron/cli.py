@@ -16,6 +16,7 @@ with exit_on_interrupt():
 
     import rpg_megatron
     from rpg_megatron.commands.convert.options import convert
+    from rpg_megatron.commands.env.options import env
     from rpg_megatron.commands.eval.options import evaluate
     from rpg_megatron.commands.exit_codes import exit_codes
     from rpg_megatron.commands.plan.options import plan
@@ -484,13 +485,11 @@ def report(
 
 
 app.add_typer(convert)
+app.add_typer(env)
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Run the command line.
-
-    User errors print one message and exit with code 2; internal errors keep their traceback.
-    """
+    """Run the command line. User errors print one message, with exit code 2; others keep their traceback."""
     protect_streams()
     try:
         app(args=arguments, prog_name="rpg-megatron")

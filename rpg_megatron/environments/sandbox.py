@@ -14,7 +14,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any, NamedTuple
 
@@ -66,17 +66,27 @@ class Sandbox:
 
     async def write(self, path: str, content: bytes) -> None:
         """Write a file; its folders are made. Raises OSError."""
-        await self._file({"write": path, "content": base64.b64encode(content).decode()})
+        await self.request({"write": path, "content": base64.b64encode(content).decode()})
 
     async def read(self, path: str) -> bytes:
         """Read a file of at most 8 MiB. Raises OSError."""
-        return base64.b64decode(await self._file({"read": path}))
+        return base64.b64decode(await self.request({"read": path}))
 
     def close(self) -> None:
         """End its programs and remove its files."""
         self._process.end()
 
-    async def _file(self, arguments: dict[str, str]) -> str:
+    async def give(self, folders: Mapping[str, bytes], *, tests: Sequence[str] | None = None) -> None:
+        """In an image: let programs read folders, each a tar file, at paths such as /tests.
+
+        tests: end the policy's programs, and undo what they have changed of others but the paths named here
+        (``image_root.py``). Programs are tests from here, which write to /logs. Raises OSError.
+        """
+        given = {place: base64.b64encode(tar).decode() for place, tar in folders.items()}
+        await self.request({"give": given, "tests": tests if tests is None else list(tests)})
+
+    async def request(self, arguments: dict[str, Any]) -> str:
+        """Ask the sandbox's process for anything but a program. Raises OSError."""
         answer = await self._call(arguments, self._limits.seconds)
         if answer is None:
             raise OSError("the sandbox was closed")
@@ -104,9 +114,16 @@ class Sandboxes:
         # Its programs have limits, the sandbox itself has none.
         self._server = ForkServer(Loader(load, asdict(limits), "sandbox"))
 
-    async def open(self) -> Sandbox:
-        """A new sandbox, without files."""
-        return Sandbox(await WorkerProcess.start(self._server), self._limits)
+    async def open(self, limits: SandboxLimits | None = None) -> Sandbox:
+        """A new sandbox, without files. limits: its own, if it is one in an image. Raises OSError."""
+        sandbox = Sandbox(await WorkerProcess.start(self._server), limits or self._limits)
+        if limits is not None:
+            try:
+                await sandbox.request({"open": asdict(limits)})
+            except BaseException:
+                sandbox.close()
+                raise
+        return sandbox
 
     def close(self) -> None:
         """End all of them."""

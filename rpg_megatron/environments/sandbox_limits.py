@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 import os
@@ -10,7 +11,10 @@ import shutil
 import subprocess
 import sys
 from dataclasses import asdict, dataclass
+from pathlib import Path
 
+_FIRST_USER = 1_000_000_000
+"""As root, the user of a sandbox's programs is this plus its pid: nobody else's. Containers may have few."""
 LEAST_BWRAP = (0, 4)
 """Version of bubblewrap: the first with all options that are used."""
 
@@ -34,10 +38,35 @@ class SandboxLimits:
     image: str = ""
     """File or folder of an Apptainer image, in which programs run; empty: no Apptainer. ``files_mib`` is then
     the limit of each file, on the disk of $TMPDIR."""
+    root: str = ""
+    """Folder of an unpacked image (``images.py``), in which programs run by bubblewrap with a writable layer
+    of ``files_mib`` in memory; empty: programs of the machine."""
+    workdir: str = "/"
+    """With ``root``: where programs start."""
+    variables: tuple[tuple[str, str], ...] = ()
+    """With ``root``: their environment variables."""
+    network: bool = False
+    """With ``root``: whether programs have the machine's network, and no filter of system calls, until tests
+    begin; for programs that are trusted."""
 
 
 _LEAST_MEMORY = 8
 """MiB. With less, whether a short program is ended depends on the pages that others share."""
+
+
+def own_user(number: int, uid_map: str | None = None) -> int:
+    """A user for a sandbox of root, in the last of the ranges of users that this container has.
+
+    number: of the sandbox, its pid. 0 owns the files of images, and 1 runs tests in them. uid_map: for tests.
+    Raises OSError if root is the only user.
+    """
+    last = (uid_map or Path("/proc/self/uid_map").read_text()).splitlines()[-1]
+    first, _, count = map(int, last.split())
+    if first + count > 2 * _FIRST_USER:
+        return _FIRST_USER + number
+    if first + count < 100:
+        raise OSError(errno.EINVAL, "root is the only user of this container; run as another user than root")
+    return first + count - 1 - number % (count // 2)  # the first ones are the system's
 
 
 def find_problem(limits: SandboxLimits = SandboxLimits()) -> str | None:
@@ -69,6 +98,11 @@ def find_problem(limits: SandboxLimits = SandboxLimits()) -> str | None:
     said = _output([sys.executable, "-P", "-m", module, json.dumps(asdict(limits))])
     if said == "ok":  # its exit code is not known in a fork server, whose children the kernel reaps
         return None
+    if limits.root:
+        return (
+            f"images need a writable layer above them ({said}), that is Linux 6.6 with its overlay, and user "
+            "namespaces: sysctl user.max_user_namespaces above 0"
+        )
     if image:
         return f"apptainer cannot run {image}: {said}"
     return (

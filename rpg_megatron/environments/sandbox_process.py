@@ -23,6 +23,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tarfile
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
@@ -31,7 +32,9 @@ from pathlib import Path
 from typing import Any
 
 from rpg_megatron.config.errors import UserError
-from rpg_megatron.environments.sandbox_limits import SandboxLimits, find_problem
+from rpg_megatron.environments import image_root
+from rpg_megatron.environments.image_root import DETACH, LAYER, NOSUID_NODEV, ImageRoot, mount
+from rpg_megatron.environments.sandbox_limits import SandboxLimits, find_problem, own_user
 from rpg_megatron.system.child import start_program
 from rpg_megatron.system.fork_server import Serve, send_line
 from rpg_megatron.system.limits import lower_limits
@@ -43,20 +46,13 @@ _POLL, _FASTEST = 0.005, 2 << 30
 """Seconds between two looks at the memory of a call, at least; bytes a second that a core can fill."""
 _LARGEST = 8 << 20
 """Bytes of a file that can be read: it is one line of the connection."""
-_FIRST_USER = 1_000_000_000
-"""As root, the user of a sandbox's programs is this plus its pid: nobody else's. Containers may have few."""
 _OF_APPTAINER, _OF_APPTAINER_PROCESSES = 128, 8
 """MiB and processes of Apptainer itself, which are not counted."""
 _OF_BWRAP_PROCESSES = 3
 """This process and two of bwrap: they count for the limit of a user who is not root."""
 _SYSTEM = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/etc/alternatives", "/etc/ld.so.cache")
 """What programs of the machine need, without its settings and users."""
-_DEVICES = {"/dev/null": "null", "/dev/full": "zero", "/dev/urandom": "urandom", "/dev/random": "random"}
-"""/dev/full reads as /dev/zero does, but cannot be mapped: the size of such memory cannot be seen."""
-_OWN = "/sys"
-"""Where this process mounts its folders: it is on every machine, and no program here needs it."""
-_WORK, _SCRATCH = f"{_OWN}/work", f"{_OWN}/tmp"
-_PRIVATE, _NOSUID_NODEV, _DETACH = 0x4000 | 1 << 18, 2 | 4, 2
+_WORK, _SCRATCH = LAYER, "/sys/tmp"
 
 _libc = ctypes.CDLL(None, use_errno=True)
 
@@ -71,13 +67,14 @@ def load_server(**limits: Any) -> tuple[Serve, dict[str, Any]]:
 
 
 def _serve(connection: socket.socket, limits: SandboxLimits) -> None:
-    outside = os.getpid()
+    outside, image = os.getpid(), None
     work = tempfile.mkdtemp(prefix="sandbox-") if limits.image else _WORK
     if child := _fork_under_guardian(work if limits.image else None):
         connection.close()
         os.waitpid(child, 0)
         return
-    if not limits.image:
+    parent = os.getppid()
+    if not limits.image and not limits.root:
         _mount_folders(limits)
     os.umask(0)
     set_child_subreaper()
@@ -87,13 +84,27 @@ def _serve(connection: socket.socket, limits: SandboxLimits) -> None:
         try:
             if "exec" in arguments:
                 command, text, seconds = (arguments[key] for key in ("exec", "input", "seconds"))
-                value: Any = _execute(command, text, seconds, limits, work)
+                value: Any = _execute(command, text, seconds, limits, image or work)
+            elif "open" in arguments:
+                limits = SandboxLimits(**arguments["open"])
+                os.umask(0o022)
+                image, value = ImageRoot(limits), ""
+                end_with_parent(parent)  # new rights have ended that
             elif "write" in arguments:
-                value = _write_file(work, arguments["write"], base64.b64decode(arguments["content"]))
+                value = _write_file(image or work, arguments["write"], base64.b64decode(arguments["content"]))
+            elif "read" in arguments:
+                value = _read_file(image or work, arguments["read"])
             else:
-                value = _read_file(work, arguments["read"])
-        except OSError as e:
-            value = [e.errno, e.strerror or str(e)]
+                assert image is not None
+                value = ""
+                for place, tar in arguments["give"].items():
+                    image.give(place, base64.b64decode(tar))
+                if (keep := arguments.get("tests")) is not None:
+                    kill_descendants()
+                    image.begin_tests(keep)
+                    end_with_parent(parent)
+        except (OSError, RecursionError, tarfile.TarError) as e:
+            value = [getattr(e, "errno", None) or errno.EIO, getattr(e, "strerror", "") or str(e)]
         send_line(connection, {"number": number, "exits": False, "value": value})
 
 
@@ -134,10 +145,8 @@ def _mount_folders(limits: SandboxLimits) -> None:
         maps = {"setgroups": "deny", "uid_map": f"{user} {user} 1", "gid_map": f"{group} {group} 1"}
         for name, text in maps.items():
             Path("/proc/self", name).write_text(text)
-    os.unshare(os.CLONE_NEWNS)
+    image_root.enter_own_mounts()
     end_with_parent(parent)  # new rights have ended that
-    _mount("/", None, _PRIVATE)
-    _mount(_OWN, "tmpfs", _NOSUID_NODEV, "size=64k,mode=755")
     os.mkdir(_SCRATCH)
     os.mkdir(_WORK)
     _mount_tmpfs(_WORK, limits)
@@ -145,25 +154,20 @@ def _mount_folders(limits: SandboxLimits) -> None:
 
 def _mount_tmpfs(place: str, limits: SandboxLimits) -> None:
     sizes = f"size={limits.files_mib}m,nr_inodes={256 * limits.files_mib}"
-    _mount(place, "tmpfs", _NOSUID_NODEV, f"{sizes},mode={777 if place == _WORK else 1777}")
+    mount(place, "tmpfs", NOSUID_NODEV, f"{sizes},mode={777 if place == _WORK else 1777}")
 
 
 @contextmanager
 def _scratch(limits: SandboxLimits) -> Iterator[None]:
-    """Mount /tmp for a call, unless Apptainer does."""
-    if not limits.image:
-        _mount_tmpfs(_SCRATCH, limits)
+    """Mount /tmp for a call, unless Apptainer does, or the image has it."""
+    if limits.image or limits.root:
+        yield
+        return
+    _mount_tmpfs(_SCRATCH, limits)
     try:
         yield
     finally:
-        if not limits.image:
-            _libc.umount2(_SCRATCH.encode(), _DETACH)
-
-
-def _mount(place: str, kind: str | None, flags: int, data: str = "") -> None:
-    encoded = kind.encode() if kind else None
-    if _libc.mount(b"none", place.encode(), encoded, ctypes.c_ulong(flags), data.encode()):
-        raise OSError(ctypes.get_errno(), f"mount {place}: {os.strerror(ctypes.get_errno())}")
+        _libc.umount2(_SCRATCH.encode(), DETACH)
 
 
 def _in_image(command: Sequence[str], limits: SandboxLimits, work: str) -> list[str]:
@@ -175,17 +179,23 @@ def _in_image(command: Sequence[str], limits: SandboxLimits, work: str) -> list[
     return ["apptainer", "--silent", "exec", *options, limits.image, *limit, *command]
 
 
-def _by_bwrap(command: Sequence[str], folders: Sequence[str], rules: int, status: int) -> list[str]:
-    """The command line that runs a program of the machine.
+def _by_bwrap(
+    command: Sequence[str], folders: Sequence[str], rules: int, status: int, image: ImageRoot | None
+) -> list[str]:
+    """The command line that runs a program of the machine, or of an unpacked image.
 
     rules: descriptor of the filter. status: one where bwrap says what it does, which programs do not get.
     """
-    options = [f"--unshare-{kind}" for kind in ("ipc", "pid", "net", "uts", "cgroup-try")]
-    options += ["--die-with-parent", "--new-session", "--cap-drop", "ALL", "--seccomp", str(rules)]
+    network = image is not None and image.limits.network and not image.testing
+    options = [f"--unshare-{kind}" for kind in ("ipc", "pid", "uts", "cgroup-try")]
+    options += [] if network else ["--unshare-net", "--seccomp", str(rules)]
+    options += ["--die-with-parent", "--new-session", "--cap-drop", "ALL"]
     options += ["--json-status-fd", str(status)]
+    if image is not None:
+        return ["bwrap", *options, *image.options(), "--", *command]
     options += ["--proc", "/proc", "--bind", _WORK, "/work", "--bind", _SCRATCH, "/tmp"]
     options += ["--dir", "/dev", "--dir", "/etc", "--symlink", "/tmp", "/dev/shm"]
-    for source, name in _DEVICES.items():
+    for source, name in image_root.DEVICES.items():
         options += ["--dev-bind", source, f"/dev/{name}"]
     for path in filter(os.path.lexists, _SYSTEM):
         options += ["--symlink", os.readlink(path)] if os.path.islink(path) else ["--ro-bind", path]
@@ -199,39 +209,28 @@ def _by_bwrap(command: Sequence[str], folders: Sequence[str], rules: int, status
         options += ["--ro-bind", "/dev/null", path]
     options += ["--remount-ro", "/", "--chdir", "/work"]
     if os.geteuid() == 0:  # another user, once files that only root can read are there
-        user = _own_user(Path("/proc/self/uid_map").read_text(), os.getpid())
+        user = own_user(os.getpid())
         options += ["--cap-add", "CAP_SETUID", "--cap-add", "CAP_SETGID"]
         command = ["setpriv", f"--reuid={user}", f"--regid={user}", "--clear-groups", "--", *command]
     return ["bwrap", *options, "--", *command]
 
 
-def _own_user(uid_map: str, pid: int) -> int:
-    """A user for a sandbox of root, in the last of the ranges of users that this container has.
-
-    Raises OSError if root is the only user.
-    """
-    first, _, count = map(int, uid_map.splitlines()[-1].split())
-    if first + count > 2 * _FIRST_USER:
-        return _FIRST_USER + pid
-    if first + count < 100:
-        raise OSError(errno.EINVAL, "root is the only user of this container; run as another user than root")
-    return first + count - 1 - pid % (count // 2)  # the first ones are the system's
-
-
 def _execute(
-    command: list[str], text: str, seconds: float, limits: SandboxLimits, work: str
+    command: list[str], text: str, seconds: float, limits: SandboxLimits, work: str | ImageRoot
 ) -> tuple[str, int | None, str]:
     """Run a program and end all that it has started; the fields of ``SandboxResult``."""
+    image = work if isinstance(work, ImageRoot) else None
     with open(os.memfd_create("status"), "rb") as status, _scratch(limits):
         try:
             if not command:
                 raise ValueError("it is empty")
             with _sealed(text.encode(errors="replace")) as stdin, _sealed(program_filter()) as rules:
                 if limits.image:
-                    process = _start(_in_image(command, limits, work), stdin, (), limits)
+                    process = _start(_in_image(command, limits, str(work)), stdin, (), limits)
                 else:
                     others = rules, status.fileno()
-                    process = _start(_by_bwrap(command, limits.folders, *others), stdin, others, limits)
+                    line = _by_bwrap(command, limits.folders, *others, image)
+                    process = _start(line, stdin, others, limits, image)
         except (TypeError, ValueError, OSError) as e:  # no text, NUL, half a character, too long
             return f"this command cannot be run: {e}\n", 127, ""
         try:
@@ -246,20 +245,24 @@ def _execute(
 
 
 def _start(
-    line: list[str], stdin: int, others: tuple[int, ...], limits: SandboxLimits
+    line: list[str],
+    stdin: int,
+    others: tuple[int, ...],
+    limits: SandboxLimits,
+    image: ImageRoot | None = None,
 ) -> subprocess.Popen[bytes]:
     """Start a command line. others: descriptors that it gets too."""
     fixed = {resource.RLIMIT_NOFILE: 256, resource.RLIMIT_SIGPENDING: 1024}
     fixed |= dict.fromkeys((resource.RLIMIT_CORE, resource.RLIMIT_RTPRIO, resource.RLIMIT_NICE), 0)
     path = os.pathsep.join(["/usr/local/bin", "/usr/bin", "/bin", f"{sys.base_prefix}/bin"])
-    variables = {"PATH": path, "HOME": "/tmp", "LANG": "C.UTF-8"}
+    variables = image.variables() if image else {"PATH": path, "HOME": "/tmp", "LANG": "C.UTF-8"}
     if limits.image:  # programs see what Apptainer itself gets
         fixed[resource.RLIMIT_FSIZE] = limits.files_mib << 20
         names = [name for name in os.environ if name.startswith(("APPTAINER", "SINGULARITY"))]
         names += ["PATH", "HOME", "TMPDIR"]
         variables = {name: os.environ[name] for name in names if name in os.environ}
     else:
-        fixed[resource.RLIMIT_NPROC] = limits.processes + _OF_BWRAP_PROCESSES * bool(os.geteuid())
+        fixed[resource.RLIMIT_NPROC] = limits.processes + _OF_BWRAP_PROCESSES * bool(image or os.geteuid())
         fixed[resource.RLIMIT_AS] = 4 * limits.memory_mib << 20
 
     def limit() -> None:
@@ -277,7 +280,7 @@ def _watch(process: subprocess.Popen[bytes], end: float, limits: SandboxLimits) 
     assert process.stdout is not None
     read, ready = process.stdout.fileno(), os.pidfd_open(process.pid)
     os.set_blocking(read, False)
-    memory = MemoryOfProcesses(() if limits.image else (_WORK, _SCRATCH))
+    memory = MemoryOfProcesses(() if limits.image else (_WORK,) if limits.root else (_WORK, _SCRATCH))
     look, kept, total, is_open, ended = 0.0, b"", 0, True, ""
     while not ended:
         # A program may close its output and go on: that would be ready to read again and again.
@@ -323,7 +326,10 @@ def _exceeded(limits: SandboxLimits, memory: MemoryOfProcesses) -> tuple[str, fl
     return "memory" if left < 0 else "", max(_POLL, min(0.05, left / fastest))
 
 
-def _write_file(work: str, path: str, content: bytes) -> str:
+def _write_file(work: str | ImageRoot, path: str, content: bytes) -> str:
+    if isinstance(work, ImageRoot):
+        work.write(path, content)
+        return ""
     place = _inside(work, path)
     place.parent.mkdir(parents=True, exist_ok=True)
     place.unlink(missing_ok=True)
@@ -332,7 +338,9 @@ def _write_file(work: str, path: str, content: bytes) -> str:
     return ""
 
 
-def _read_file(work: str, path: str) -> str:
+def _read_file(work: str | ImageRoot, path: str) -> str:
+    if isinstance(work, ImageRoot):
+        return base64.b64encode(work.read(path, _LARGEST)).decode()
     place = _inside(work, path)
     if place.exists() and not place.is_file():
         raise OSError(errno.EINVAL, f"{path} is no file")
@@ -364,6 +372,12 @@ def main() -> None:
     command = ["sh", "-c", "echo ok | cat"]
     try:
         with tempfile.TemporaryDirectory(prefix="sandbox-", ignore_cleanup_errors=True) as folder:
+            if limits.root:
+                if (child := os.fork()) == 0:  # which cannot remove the folder any more
+                    print(image_root.find_layer_problem(folder), flush=True)
+                    os._exit(0)
+                os.waitpid(child, 0)
+                return
             if not limits.image:
                 _mount_folders(limits)
             set_child_subreaper()

@@ -235,7 +235,7 @@ def function_tool(function: Callable[..., Any], name: str, close: Callable[[], N
         run = partial(function, **checked)
         if is_async:
             return str(await run())
-        return str(await asyncio.get_running_loop().run_in_executor(_threads(), _call, run))
+        return str(await asyncio.get_running_loop().run_in_executor(threads(), _call, run))
 
     return Tool(name, description, parameters, call, close)
 
@@ -299,7 +299,7 @@ def _load(path: str) -> Any:
 
 
 @lru_cache
-def _threads() -> ThreadPoolExecutor:
+def threads() -> ThreadPoolExecutor:
     """Where functions run that are not asynchronous."""
     return ThreadPoolExecutor(_THREADS)
 

@@ -25,9 +25,9 @@ import pytest
 from pydantic import ValidationError
 
 from rpg_megatron.config import UserError
-from rpg_megatron.environments import sandbox_process, standard_tools
+from rpg_megatron.environments import standard_tools
 from rpg_megatron.environments.sandbox import Sandbox, Sandboxes, SandboxResult
-from rpg_megatron.environments.sandbox_limits import SandboxLimits, find_problem
+from rpg_megatron.environments.sandbox_limits import SandboxLimits, find_problem, own_user
 from rpg_megatron.environments.tools import ToolUse
 from rpg_megatron.system import sandbox as filters
 from tests.support.launcher import wait_for
@@ -447,10 +447,10 @@ def test_what_a_machine_lacks_is_told_before_anything_starts(
 def test_the_user_of_roots_programs_is_one_that_the_container_has(
     uid_map: str, users: Collection[int]
 ) -> None:
-    assert sandbox_process._own_user(uid_map, 7) in users
-    assert len({sandbox_process._own_user(uid_map, pid) for pid in range(30_000)}) == 30_000
+    assert own_user(7, uid_map) in users
+    assert len({own_user(pid, uid_map) for pid in range(30_000)}) == 30_000
 
 
 def test_root_that_is_the_only_user_is_told() -> None:
     with pytest.raises(OSError, match="the only user of this container; run as another user than root"):
-        sandbox_process._own_user("0 1000 1", 7)
+        own_user(7, "0 1000 1")

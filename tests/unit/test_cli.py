@@ -83,6 +83,7 @@ COMMANDS = [
     ("train", "c.yaml"),
     ("sft", "c.yaml"),
     ("eval", "m"),
+    ("env", "check", "f"),
     ("study", "s.yaml"),
     ("launch", "c.yaml"),
     ("audit", "r"),
@@ -110,7 +111,9 @@ def test_no_command_is_missing_here():
         ]
 
     commands = names(typer.main.get_command(cli.app))
-    assert sorted(commands) == sorted([*words[: 2 if words[0] == "convert" else 1]] for words in COMMANDS)
+    assert sorted(commands) == sorted(
+        [*words[: 2 if words[0] in ("convert", "env") else 1]] for words in COMMANDS
+    )
 
 
 @pytest.mark.parametrize("arguments", COMMANDS, ids=" ".join)

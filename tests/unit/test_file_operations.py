@@ -34,6 +34,7 @@ READS = {"read_text", "read_bytes", "write_text", "write_bytes"}
 
 MAY_CHANGE = {
     "config/files.py": "the module",
+    "environments/image_root.py": "in a sandbox's folder, while no program runs there",
     "environments/sandbox_process.py": "in a sandbox's folder, while no program runs there",
     "system/sandbox.py": "tries to open /dev/null, for doctor",
     "system/terminal.py": "opens /dev/null",
@@ -46,6 +47,9 @@ MAY_OPEN = {
     "commands/plan/gpus.py": "/sys",
     "commands/report/render.py": "files of this package",
     "data/prompts.py": "in the run's work folder, mode 0700",
+    "environments/harbor.py": "a file in memory",
+    "environments/image_root.py": "/proc, and in a sandbox's folder, while no program runs there",
+    "environments/sandbox_limits.py": "/proc",
     "environments/sandbox_process.py": "/proc, and in a sandbox's folder, while no program runs there",
     "environments/standard_tools.py": "opens a sandbox",
     "launcher/environment.py": "/proc, and the user's own code, which runs anyway",

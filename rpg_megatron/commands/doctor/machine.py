@@ -14,7 +14,7 @@ from rpg_megatron.commands.doctor.probe import Check, Subject, failed, not_appli
 from rpg_megatron.commands.plan.plan import make_plan
 from rpg_megatron.config import UserError
 from rpg_megatron.config.errors import gib
-from rpg_megatron.environments.sandbox_limits import find_problem
+from rpg_megatron.environments.sandbox_limits import SandboxLimits, find_problem
 from rpg_megatron.launcher.input_checks import nearest_folder
 from rpg_megatron.launcher.nodes import end_of_job
 from rpg_megatron.system.foreign_input import ForeignInputError, read_foreign
@@ -68,12 +68,14 @@ def probe_foreign_input(_subject: Subject) -> Iterator[Check]:
 def probe_sandboxes(_subject: Subject) -> Iterator[Check]:
     """Whether an environment can run programs that a model writes (``environments/sandbox.py``)."""
     problem, apptainer = find_problem(), shutil.which("apptainer")
-    in_images = f"in images by {apptainer}" if apptainer else "not in images: apptainer is not on the PATH"
+    in_images = f"others by {apptainer}" if apptainer else "not by apptainer, which is not on the PATH"
     if problem and not apptainer:
         yield not_applicable("sandboxes", f"{problem}; {in_images}")
     else:
         spaces = f"not by bwrap ({problem})" if problem else "by bwrap"
-        yield ok("sandboxes", f"programs that a model writes can run {spaces}; {in_images}")
+        layer = problem or find_problem(SandboxLimits(root="images"))
+        tasks = f"tasks with images cannot ({layer})" if layer else "tasks with images can"
+        yield ok("sandboxes", f"programs that a model writes can run {spaces}; {tasks}; {in_images}")
 
 
 def probe_temporary(subject: Subject) -> Iterator[Check]:

@@ -1,0 +1,1 @@
+"""``rpg-megatron env``: checks of environments."""

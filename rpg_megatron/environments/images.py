@@ -1,0 +1,269 @@
+"""Images of tasks: ``.sif`` files, OCI layouts and folders, each unpacked once on a node.
+
+``open_image`` gives a folder with an image's files. It is in a cache that all processes of a node share: one
+of them unpacks an image, with a lock, while others that want it wait. When the cache is larger than its
+limit, the images that were used longest ago are removed, and never one that a process has open. Nothing is
+downloaded. Formats: github.com/sylabs/sif (``pkg/sif/sif.go``), squashfs by ``unsquashfs``, and
+github.com/opencontainers/image-spec (``image-layout.md``, ``layer.md``).
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import io
+import os
+import re
+import shutil
+import struct
+import subprocess
+import tarfile
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from pathlib import Path, PurePosixPath
+from typing import Any, NamedTuple, cast
+
+from rpg_megatron.config.errors import UserError
+from rpg_megatron.config.files import (
+    atomic_write_text,
+    folder_size,
+    open_own,
+    open_private,
+    open_regular,
+    read_json,
+    read_text,
+    real_path,
+    remove,
+    rename,
+)
+from rpg_megatron.environments.sandbox_limits import own_user
+
+_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
+_SIF_HEADER, _SIF_ENTRY = struct.Struct("<32s10s3s3s16s8q"), struct.Struct("<iBIIIqq8x32x128s2i")
+_SIF_ENTRY_SIZE, _SIF_SYSTEM = 585, (0x4004, 1, 2)
+"""Bytes of an entry; type, file system and kind of that with the files: partition, squashfs, primary."""
+_VARIABLE = re.compile(r'^export ([A-Z_a-z][A-Z_a-z0-9]*)="?(?:\$\{\1:-"?)?([^"$`]*)"?\}?"?;?$', re.MULTILINE)
+"""A line of a script in ``.singularity.d/env``, as Apptainer writes it for an image of Docker's."""
+
+
+class Image(NamedTuple):
+    """An image on this node."""
+
+    root: Path
+    """Folder with its files."""
+    variables: dict[str, str]
+    workdir: str
+    """Where its programs start; empty if it does not say."""
+
+
+def cache_folder(cache: str = "") -> Path:
+    """Where images are unpacked: ``cache``, or a folder of this user in $TMPDIR."""
+    return Path(cache or Path(tempfile.gettempdir(), f"rpg-images-{os.geteuid()}")).absolute()
+
+
+@contextmanager
+def open_image(path: str, cache: Path, limit_gib: float = 100.0) -> Iterator[Image]:
+    """The image at a path; while it is open, it stays in the cache. Blocks while another process unpacks it.
+
+    Raises UserError: no image, a damaged one, a missing program, a full disk, too large for the limit.
+    """
+    source = real_path(Path(path))
+    try:
+        kind, identity = _kind_of(source)
+    except (OSError, ValueError, LookupError, TypeError) as e:
+        raise UserError(
+            f"image {path}: {e}; give a .sif file, an OCI layout or a folder with files"
+        ) from None
+    if kind == "folder" and os.geteuid():
+        yield _image_of(source, source)
+        return
+    with ExitStack() as stack:
+        try:
+            cache.mkdir(mode=0o700, parents=True, exist_ok=True)
+            os.close(open_private(cache))
+            place = cache / hashlib.sha256(f"{source}\0{identity}".encode()).hexdigest()[:32]
+            lock = stack.enter_context(_locked(place, fcntl.LOCK_SH))
+            while not place.exists():
+                stack.close()
+                with _locked(place, fcntl.LOCK_EX):
+                    if not place.exists():  # another process may have unpacked it
+                        _unpack(source, kind, place)
+                        _evict(place, limit_gib)
+                lock = stack.enter_context(_locked(place, fcntl.LOCK_SH))
+            os.utime(lock)
+            image = _image_of(place / "root", source)
+        except (OSError, tarfile.TarError, LookupError, ValueError) as e:
+            raise UserError(f"image {path}: {e}; see that {cache} has space and the image is whole") from None
+        yield image
+
+
+def _kind_of(source: Path) -> tuple[str, str]:
+    """What an image is, and what changes when its files do."""
+    if (source / "oci-layout").is_file():
+        return "oci", str(_manifest(source)["digest"])
+    if source.is_dir():
+        if not any((source / name).is_dir() for name in ("bin", "usr")):
+            raise ValueError("this folder has neither bin nor usr")
+        return "folder", str(source.stat().st_mtime_ns)
+    status = source.stat()
+    return "squashfs", f"{_squashfs_offset(source)} {status.st_size} {status.st_mtime_ns}"
+
+
+def _squashfs_offset(source: Path) -> int:
+    """Where the squashfs begins in a .sif file, or in a file that is one."""
+    with open_regular(source) as file:
+        head = file.read(_SIF_HEADER.size)
+        if head[:4] == b"hsqs":
+            return 0
+        _, magic, *_, entries, _, _, _ = _SIF_HEADER.unpack(head.ljust(_SIF_HEADER.size, b"\0"))
+        if magic != b"SIF_MAGIC\0":
+            raise ValueError("this file is neither a .sif nor a squashfs")
+        file.seek(entries)
+        for _ in range(4096):
+            entry = file.read(_SIF_ENTRY_SIZE).ljust(_SIF_ENTRY_SIZE, b"\0")
+            kind, used, _, _, _, offset, _, _, system, part = _SIF_ENTRY.unpack_from(entry)
+            if used and (kind, system, part) == _SIF_SYSTEM:
+                return int(offset)
+            if not any(entry):
+                break
+    raise ValueError("this .sif has no squashfs; others, such as encrypted ones, cannot be read")
+
+
+def _manifest(source: Path) -> dict[str, Any]:
+    manifests = read_json(source / "index.json")["manifests"]
+    if len(manifests) != 1:
+        raise ValueError(f"this layout has {len(manifests)} images; make one with a single image")
+    return dict(manifests[0])
+
+
+def _unpack(source: Path, kind: str, place: Path) -> None:
+    """Unpack an image, with its size. What a killed process left is removed."""
+    part = place.with_suffix(".part")
+    remove(part)
+    try:
+        part.mkdir()
+        root = str(part / "root")
+        if kind == "squashfs":
+            offset = str(_squashfs_offset(source))
+            # Extended attributes and devices need rights.
+            _run("unsquashfs", "-no-progress", "-no-xattrs", "-excludes", "-offset", offset, "-dest", root,
+                 str(source), "dev/*")  # fmt: skip
+        elif kind == "oci":
+            _unpack_layers(source, part / "root")
+        else:
+            _run("cp", "-a", str(source), root)
+        _run("chmod", "-R", "u+rwX", root)  # as root has it in a container
+        if os.geteuid() == 0:
+            _run("chown", "-hR", f"{own_user(0)}:{own_user(0)}", root)
+        atomic_write_text(part / "size", str(folder_size(part)))
+        rename(part, place)
+    except BaseException:
+        remove(part, ignore_errors=True)
+        raise
+
+
+def _run(program: str, *arguments: str) -> None:
+    if shutil.which(program) is None:
+        raise UserError(
+            f"{program} is not on the PATH; install squashfs-tools on each node, or unpack the image"
+        )
+    done = subprocess.run([program, *arguments], stdin=subprocess.DEVNULL, capture_output=True)
+    if done.returncode:
+        said = (done.stderr or done.stdout).decode(errors="replace").strip().splitlines() or ["no message"]
+        raise ValueError(f"{program} fails: {said[-1]}")
+
+
+def _unpack_layers(source: Path, part: Path) -> None:
+    """The layers of an OCI image, one over the other. A whiteout removes what is below it."""
+    part.mkdir()
+    for layer in read_json(_blob(source, _manifest(source)["digest"]))["layers"]:
+        if "zstd" in layer["mediaType"]:
+            raise ValueError(f"a layer is compressed by zstd ({layer['digest']}); make the image with gzip")
+        with tarfile.open(_blob(source, layer["digest"])) as tar:
+            tar.extractall(part, filter=_safe_layer(part))
+
+
+def _blob(source: Path, digest: str) -> Path:
+    """The file with this digest, which is checked."""
+    algorithm, _, name = digest.partition(":")
+    if algorithm != "sha256" or not re.fullmatch("[0-9a-f]{64}", name):
+        raise ValueError(f"{digest} is no SHA-256")
+    with open_regular(source / "blobs" / algorithm / name) as file:
+        if hashlib.file_digest(cast(io.BufferedReader, file), "sha256").hexdigest() != name:
+            raise ValueError(f"the content of {digest} is another; copy the image again")
+    return source / "blobs" / algorithm / name
+
+
+def _safe_layer(root: Path) -> Callable[[tarfile.TarInfo, str], tarfile.TarInfo | None]:
+    """A filter that keeps files inside the folder, applies whiteouts and leaves devices out."""
+    real = real_path(root)
+
+    def inside(name: str) -> Path:
+        """The place of a file, which may itself be a link."""
+        path = root / name.lstrip("/")
+        place = real_path(path.parent) / path.name
+        if not place.is_relative_to(real) or path.name == "..":
+            raise ValueError(f"a layer has the file {name}, which leads outside")
+        return place
+
+    def keep(member: tarfile.TarInfo, _: str) -> tarfile.TarInfo | None:
+        place = inside(member.name)
+        if place.name == ".wh..wh..opq":
+            for each in place.parent.iterdir() if place.parent.is_dir() else ():
+                remove(each)
+            return None
+        if place.name.startswith(".wh."):
+            remove(place.with_name(place.name.removeprefix(".wh.")))
+            return None
+        if member.isdev():
+            return None
+        if place.is_symlink() or (place.exists() and not (place.is_dir() and member.isdir())):
+            remove(place)  # also a folder that a file replaces
+        if member.islnk():
+            inside(member.linkname)
+            member = member.replace(linkname=member.linkname.lstrip("/"), deep=False)
+        return tarfile.tar_filter(member, str(root))
+
+    return keep
+
+
+def _image_of(root: Path, source: Path) -> Image:
+    """An unpacked image with what it says of its programs."""
+    variables, workdir = {"PATH": _PATH}, ""
+    if (source / "oci-layout").is_file():
+        manifest = read_json(_blob(source, _manifest(source)["digest"]))
+        config = read_json(_blob(source, manifest["config"]["digest"])).get("config") or {}
+        variables |= dict(each.partition("=")[::2] for each in config.get("Env") or ())
+        workdir = str(config.get("WorkingDir") or "")
+    else:
+        for script in sorted((root / ".singularity.d" / "env").glob("*.sh")):
+            with suppress(OSError, ValueError):
+                variables |= _VARIABLE.findall(read_text(script, real_path(root)))
+    return Image(root, variables, str(PurePosixPath("/", workdir)) if workdir else "")
+
+
+@contextmanager
+def _locked(place: Path, how: int) -> Iterator[int]:
+    """The lock of an image, a file beside it that stays; its time is that of the image's last use."""
+    with open_own(place.with_suffix(".lock"), "ab", permissions=0o600) as lock:
+        fcntl.flock(lock, how)
+        yield lock.fileno()
+
+
+def _evict(own: Path, limit_gib: float) -> None:
+    """Remove images until the cache has its size, those that were used longest ago first."""
+    kept: dict[Path, tuple[float, int]] = {}
+    for file in own.parent.glob("*/size"):
+        with suppress(OSError, ValueError):
+            used = file.parent.with_suffix(".lock").stat().st_mtime
+            kept[file.parent] = used, int(read_text(file))
+    total, limit = sum(size for _, size in kept.values()), limit_gib * 2**30
+    for place, (_, size) in sorted(kept.items(), key=lambda item: item[1]):
+        if total > limit and place != own:
+            with suppress(BlockingIOError), _locked(place, fcntl.LOCK_EX | fcntl.LOCK_NB):
+                remove(place)
+                total -= size
+    if kept[own][1] > limit:
+        remove(own)
+        raise ValueError(f"it has {kept[own][1] / 2**30:.2g} GiB, and the cache a limit of {limit_gib:g} GiB")

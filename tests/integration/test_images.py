@@ -1,0 +1,247 @@
+"""Images of tasks: what is unpacked, once, and what is removed from the cache.
+
+Why: thousands of tasks have an image each, on nodes whose disks are smaller than all of them together; two
+workers that unpack one at once, or one that another removes, would spoil a run. Real .sif files by
+squashfs-tools, real OCI layouts, real processes. Not covered: images of others than these tools.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import shutil
+import subprocess
+import sys
+import tarfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from rpg_megatron.config import UserError
+from rpg_megatron.environments.images import open_image
+from tests.support.images import VARIABLES, make_layout, make_root, make_sif, make_squashfs
+from tests.support.ranks import ROOT
+
+needs_squashfs = pytest.mark.skipif(shutil.which("mksquashfs") is None, reason="squashfs-tools is missing")
+
+
+def small(folder: Path, text: str = "text", size: int = 0) -> Path:
+    (folder / "usr/share").mkdir(parents=True)
+    (folder / "usr/share/file").write_text(text)
+    (folder / "usr/share/large").write_bytes(bytes(size))
+    return folder
+
+
+@needs_squashfs
+@pytest.mark.parametrize("make", [make_sif, make_squashfs])
+def test_a_sif_file(tmp_path: Path, make: Callable[[Path, Path], Path]) -> None:
+    root = make_root(tmp_path / "root", ["sh", "cat"])
+    (root / "etc/closed").write_text("x")
+    (root / "etc/closed").chmod(0)
+    (root / "usr/share").mkdir()
+    (root / "usr/share").chmod(0o555)
+    file = make(root, tmp_path / "image.sif")
+    with open_image(str(file), tmp_path / "cache") as image:
+        assert (image.root / "bin/cat").read_bytes() == Path("/bin/cat").read_bytes()
+        assert (image.root / "etc/closed").stat().st_mode & 0o400, "root reads it in a container"
+        assert (image.root / "usr/share").stat().st_mode & 0o200
+        expected = VARIABLES if make is make_sif else {"PATH": image.variables["PATH"]}
+        assert (image.variables, image.workdir) == (expected, "")
+        if os.geteuid() == 0:
+            assert (image.root / "bin/cat").stat().st_uid not in (0, os.getuid())
+    before = image.root.stat().st_ino
+    with open_image(str(file), tmp_path / "cache") as again:
+        assert again.root.stat().st_ino == before, "not unpacked again"
+    time.sleep(0.01)
+    (root / "new").touch()
+    make(root, file)
+    with open_image(str(file), tmp_path / "cache") as changed:
+        assert (changed.root / "new").exists()
+
+
+def add(name: str, content: bytes = b"", **fields: object) -> Callable[[tarfile.TarFile], None]:
+    def to(tar: tarfile.TarFile) -> None:
+        member = tarfile.TarInfo(name)
+        member.size = len(content)
+        for key, value in fields.items():
+            setattr(member, key, value)
+        tar.addfile(member, io.BytesIO(content))
+
+    return to
+
+
+def layer(*members: Callable[[tarfile.TarFile], None]) -> Callable[[tarfile.TarFile], None]:
+    return lambda tar: [each(tar) for each in members] and None
+
+
+def test_a_layout_of_several_layers(tmp_path: Path) -> None:
+    link, hard, device = tarfile.SYMTYPE, tarfile.LNKTYPE, tarfile.CHRTYPE
+    source = make_layout(
+        tmp_path / "layout",
+        layer(add("usr/a", b"1"), add("usr/b", b"1"), add("d/x", b"1"), add("d/y", b"1"), add("e/x", b"1")),
+        layer(add("usr/.wh.a"), add("usr/b", b"2"), add("d/.wh..wh..opq"), add("d/z", b"2"), add(".wh.e")),
+        layer(
+            add("bin", type=link, linkname="usr"),
+            add("hard", type=hard, linkname="/usr/b"),
+            add("null", type=device),
+        ),
+        layer(add("bin/c", b"3"), add("out", type=link, linkname="/etc"), add("usr/b", b"4")),
+    )
+    with open_image(str(source), tmp_path / "cache") as image:
+        found = {str(path.relative_to(image.root)) for path in image.root.rglob("*")}
+        assert found == {"usr", "usr/b", "usr/c", "d", "d/z", "bin", "hard", "out"}
+        assert ((image.root / "usr/b").read_text(), (image.root / "hard").read_text()) == ("4", "2")
+        assert (image.variables, image.workdir) == (VARIABLES, "/app")
+
+
+HOSTILE = {
+    "climbs": [add("../../outside", b"x")],
+    "goes through a link": [add("out", type=tarfile.SYMTYPE, linkname="/tmp"), add("out/rpg-outside", b"x")],
+    "removes through a link": [add("out", type=tarfile.SYMTYPE, linkname="/tmp"), add("out/.wh.kept")],
+    "links a file outside": [add("f", type=tarfile.LNKTYPE, linkname="../../../../etc/passwd")],
+}
+
+
+@pytest.mark.parametrize("what", HOSTILE)
+def test_layers_that_lead_outside_are_refused(tmp_path: Path, what: str) -> None:
+    source = make_layout(tmp_path / "layout", layer(add("usr/a")), layer(*HOSTILE[what]))
+    with pytest.raises(UserError, match="outside"), open_image(str(source), tmp_path / "cache"):
+        pass
+    assert not Path("/tmp/rpg-outside").exists()
+    assert [path.suffix for path in (tmp_path / "cache").iterdir()] == [".lock"], "nothing is left"
+
+
+def test_a_link_in_a_layer_to_a_file_of_the_machine_links_one_of_the_image(tmp_path: Path) -> None:
+    members = [add("etc/passwd", b"of the image"), add("f", type=tarfile.LNKTYPE, linkname="/etc/passwd")]
+    source = make_layout(tmp_path / "layout", layer(add("usr/a"), *members))
+    with open_image(str(source), tmp_path / "cache") as image:
+        assert (image.root / "f").read_text() == "of the image"
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda p: p, "No such file"),
+        (lambda p: p.write_bytes(b"ELF" * 100), "neither a .sif nor a squashfs"),
+        (lambda p: p.write_bytes(b"x" * 32 + b"SIF_MAGIC\0" + bytes(9000)), "no squashfs"),
+        (lambda p: p.write_bytes(b"hsqs" + bytes(9000)), "unsquashfs (fails|is not on the PATH)"),
+        (lambda p: p.mkdir(), "neither bin nor usr"),
+        (lambda p: p.mkdir() or (p / "oci-layout").touch(), "No such file"),
+        (lambda p: make_layout(p, layer(add("usr/a"))) and (p / "index.json").write_text("{}"), "manifests"),
+    ],
+)
+def test_what_is_no_image_is_told(tmp_path: Path, make: Callable[[Path], object], message: str) -> None:
+    make(tmp_path / "image")
+    with pytest.raises(UserError, match=message), open_image(str(tmp_path / "image"), tmp_path / "cache"):
+        pass
+
+
+def test_a_damaged_layer_is_told(tmp_path: Path) -> None:
+    source = make_layout(tmp_path / "layout", layer(add("usr/a", b"1")))
+    for blob in (source / "blobs/sha256").iterdir():
+        if blob.read_bytes()[:2] == b"\x1f\x8b":
+            blob.write_bytes(blob.read_bytes() + b"x")
+    with (
+        pytest.raises(UserError, match=r"the content of sha256:\w+ is another"),
+        open_image(str(source), tmp_path / "cache"),
+    ):
+        pass
+
+
+UNPACK = """
+import sys, time
+from pathlib import Path
+from rpg_megatron.environments import images
+original = images._unpack
+def counted(*arguments):
+    with open(sys.argv[3], "a") as log:
+        log.write("unpacked\\n")
+    half = arguments[2].with_suffix(".part") / "root/half"
+    half.mkdir(parents=True)
+    time.sleep(0.5)
+    original(*arguments)
+images._unpack = counted
+with images.open_image(sys.argv[1], Path(sys.argv[2])) as image:
+    print((image.root / "usr/share/file").read_text(), flush=True)
+    sys.stdin.read()
+"""
+
+
+def workers(count: int, *arguments: Path) -> list[subprocess.Popen[str]]:
+    command = [sys.executable, "-c", UNPACK, *map(str, arguments)]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True, "cwd": ROOT}
+    return [subprocess.Popen(command, **pipes) for _ in range(count)]  # type: ignore[call-overload]
+
+
+def image_of(tmp_path: Path, name: str, size: int = 0) -> Path:
+    return make_layout(
+        tmp_path / name, layer(add("usr/share/file", name.encode()), add("usr/large", bytes(size)))
+    )
+
+
+def test_workers_at_once_unpack_an_image_once(tmp_path: Path) -> None:
+    started = workers(4, image_of(tmp_path, "one"), tmp_path / "cache", tmp_path / "log")
+    said = [process.communicate("")[0] for process in started]
+    assert said == ["one\n"] * 4
+    assert (tmp_path / "log").read_text() == "unpacked\n"
+
+
+def test_a_worker_killed_while_it_unpacks_leaves_nothing_that_is_taken_for_an_image(tmp_path: Path) -> None:
+    source = image_of(tmp_path, "one")
+    (killed,) = workers(1, source, tmp_path / "cache", tmp_path / "log")
+    while not (tmp_path / "log").exists():
+        time.sleep(0.01)
+    while not [*(tmp_path / "cache").glob("*.part/root/half")]:
+        time.sleep(0.01)
+    killed.kill()
+    killed.communicate()
+    with open_image(str(source), tmp_path / "cache") as image:
+        assert {path.name for path in image.root.iterdir()} == {"usr"}
+
+
+def test_the_image_used_longest_ago_is_removed_and_never_one_in_use(tmp_path: Path) -> None:
+    cache, mib = tmp_path / "cache", 1 << 20
+    sources = {name: image_of(tmp_path, name, 10 * mib) for name in ("a", "b", "c", "d")}
+    limit = 25 / 1024  # two of them
+    (in_use,) = workers(1, sources["a"], cache, tmp_path / "log")
+    assert in_use.stdout is not None
+    assert in_use.stdout.readline() == "a\n"
+
+    def kept() -> set[str]:
+        return {path.read_text() for path in cache.glob("*/root/usr/share/file")}
+
+    for name, expected in (("b", {"a", "b"}), ("c", {"a", "c"}), ("c", {"a", "c"}), ("d", {"a", "d"})):
+        with open_image(str(sources[name]), cache, limit):
+            assert kept() == expected
+        time.sleep(0.01)
+    in_use.communicate("")
+    with open_image(str(sources["b"]), cache, limit):
+        assert kept() == {"b", "d"}, "a was used before d"
+    refused = pytest.raises(UserError, match=r"and the cache a limit of 0\.001 GiB")
+    with refused, open_image(str(sources["c"]), cache, 0.001):
+        pass
+    assert "c" not in kept()
+
+
+def test_a_cache_of_another_user_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "cache").mkdir(mode=0o755)
+    refused = pytest.raises(UserError, match="must belong to this user with mode 0700")
+    with refused, open_image(str(image_of(tmp_path, "one")), tmp_path / "cache"):
+        pass
+
+
+def test_a_folder_is_used_where_it_is_unless_root_needs_files_of_another_user(tmp_path: Path) -> None:
+    root = small(tmp_path / "root")
+    with open_image(str(root), tmp_path / "cache") as image:
+        assert (image.root == root) is (os.geteuid() != 0)
+        assert (image.root / "usr/share/file").read_text() == "text"
+
+
+def test_an_error_inside_is_not_taken_for_one_of_the_image(tmp_path: Path) -> None:
+    with (
+        pytest.raises(ValueError, match="mine"),
+        open_image(str(image_of(tmp_path, "one")), tmp_path / "cache"),
+    ):
+        raise ValueError("mine")
