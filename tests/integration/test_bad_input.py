@@ -12,6 +12,7 @@ import json
 import shutil
 import signal
 import time
+from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
 
@@ -61,12 +62,15 @@ def _truncate(file: Path) -> None:
 def test_what_is_found_before_anything_starts(
     command, config_file: Path, overrides: list[str], messages: list[str]
 ):
-    train = command("train", str(config_file), *overrides)
+    check_refused(command, config_file, messages, *overrides)
+
+
+def check_refused(
+    command: Callable[..., Command], config_file: Path, messages: list[str], *overrides: str
+) -> None:
+    with forked_starts():
+        train = command("train", str(config_file), *overrides)
     code, err = train.finish()
-    check_refused(train, config_file, code, err, messages)
-
-
-def check_refused(train: Command, config_file: Path, code: int, err: str, messages: list[str]) -> None:
     assert code == 2, err
     assert err.startswith("error: ")
     assert "Traceback" not in err
@@ -87,9 +91,7 @@ def check_refused(train: Command, config_file: Path, code: int, err: str, messag
 )
 def test_a_damaged_model(command, config_file: Path, broken: Path, damage, messages: list[str]):
     damage(broken)
-    train = command("train", str(config_file), f"model.path={broken}")
-    code, err = train.finish()
-    check_refused(train, config_file, code, err, messages)
+    check_refused(command, config_file, messages, f"model.path={broken}")
 
 
 def test_weights_of_another_size_than_config_json_says(
@@ -98,9 +100,7 @@ def test_weights_of_another_size_than_config_json_says(
     model = make_checkpoint(tmp_path / "model", num_hidden_layers=1)
     shape = json.loads((model / "config.json").read_text())
     (model / "config.json").write_text(json.dumps(shape | {"num_hidden_layers": 2}))
-    train = command("train", str(config_file), f"model.path={model}")
-    code, err = train.finish()
-    check_refused(train, config_file, code, err, ["layers.1."])
+    check_refused(command, config_file, ["layers.1."], f"model.path={model}")
 
 
 @pytest.mark.parametrize(
@@ -115,9 +115,7 @@ def test_weights_of_another_size_than_config_json_says(
 )
 def test_a_bad_data_set(command, config_file: Path, tmp_path: Path, content: str, message: str):
     (tmp_path / "bad.jsonl").write_text(content)
-    train = command("train", str(config_file), f"data.path={tmp_path}/bad.jsonl")
-    code, err = train.finish()
-    check_refused(train, config_file, code, err, [message])
+    check_refused(command, config_file, [message], f"data.path={tmp_path}/bad.jsonl")
 
 
 def test_an_engine_that_does_not_come_up_shows_its_log(command, config_file: Path):
