@@ -33,6 +33,7 @@ METHODS = {"unlink", "rename", "symlink_to", "hardlink_to", "chmod"}
 READS = {"read_text", "read_bytes", "write_text", "write_bytes"}
 
 MAY_CHANGE = {
+    "bridge/vllm/cpu_engine.py": "opens /dev/null",
     "config/files.py": "the module",
     "environments/image_root.py": "in a sandbox's folder, while no program runs there",
     "environments/sandbox_process.py": "in a sandbox's folder, while no program runs there",
@@ -47,6 +48,7 @@ MAY_OPEN = {
     "commands/plan/gpus.py": "/sys",
     "commands/report/render.py": "files of this package",
     "data/prompts.py": "in the run's work folder, mode 0700",
+    "engine/server.py": "metadata of installed packages",
     "environments/harbor.py": "a file in memory",
     "environments/image_root.py": "/proc, and in a sandbox's folder, while no program runs there",
     "environments/sandbox_limits.py": "/proc",
