@@ -13,6 +13,7 @@ from rpg_megatron.commands.plan.activations import Device, Recompute, StageActiv
 from rpg_megatron.commands.plan.engine_memory import (
     SERVER,
     EngineMemory,
+    choose_sequences,
     engine_memory,
     share_gpu,
 )
@@ -30,6 +31,7 @@ from rpg_megatron.commands.plan.trainer_memory import (
 )
 from rpg_megatron.config import ModelShape, Settings, UserError, read_model_shape
 from rpg_megatron.config.errors import gib
+from rpg_megatron.engine.hybrid_cache import hybrid_cache
 from rpg_megatron.launcher.checks import LAYOUT, CheckedRun, run_checks
 from rpg_megatron.launcher.nodes import span_note
 from rpg_megatron.models.lora import AdapterMapping
@@ -122,6 +124,8 @@ class Plan:
             ("an engine worker needs", worker, "; lower --gpu-memory-utilization in engine.arguments"),
         )
         more = "engine.tensor" if engine.utilisation else "engine.kv_cache_gib"
+        most, cache = settings.engine.most_sequences, hybrid_cache(settings, self.shape)
+        blocks = max(0, engine.kv_cache) // cache.block_bytes if cache else most
         return told(
             {
                 f"ranks and engines cannot be placed on nodes of {target.per_node} GPUs: {self.gpus.why}": (
@@ -137,6 +141,10 @@ class Plan:
                 },
                 f"an engine worker needs {gib(engine.total - engine.buckets)} without a KV cache, and vLLM "
                 f"uses {engine.utilisation or 0:.0%} of {has}; raise engine.tensor": uncached,
+                f"engine.max_sequences is {most}, and the KV cache has {blocks} blocks for recurrent states: "
+                f"vLLM refuses to start; lower it to {blocks}, or raise {more}": (
+                    self.on_gpu and 0 < blocks < most
+                ),
                 f"the KV cache holds {engine.kv_tokens:,} tokens, one sequence may have "
                 f"{engine.sequence_tokens:,}; raise {more} or lower rollout.max_response_tokens": (
                     settings.engine.replicas and engine.kv_cache >= 0 and engine.full_sequences < 1
@@ -149,7 +157,7 @@ class Plan:
         """What to know although the run may fit."""
         settings, engine, batch, worst = self.settings, self.engine, self.batch, self.routed_to_one
         engines, replicas = settings.engine.replicas, settings.parallel.data * settings.parallel.context
-        running = min(settings.engine.max_sequences, -(-batch.sequences // max(1, engines)))
+        running = min(settings.engine.most_sequences, -(-batch.sequences // max(1, engines)))
         parts = -(-settings.engine.tensor // self.target.per_node) if self.on_gpu else 1
         verdict = "also fits" if worst <= self.left else "does not fit"
         of_plan = {
@@ -269,7 +277,10 @@ def plan_for(settings: Settings, shape: ModelShape, target: Target) -> Plan:
     engine = engine_memory(
         settings, shape, gpus, longest=batch.context, device=device, gpu_bytes=target.nbytes
     )
-    asleep = engine.asleep if shared else 0
+    if on_gpu and settings.engine.max_sequences is None:
+        chosen = choose_sequences(settings, engine)
+        return plan_for(settings.changed(engine={"max_sequences": chosen}), shape, target)
+    asleep = engine.asleep if shared and on_gpu else 0
     host = host_memory(settings, shape, batch, ranks, gpus, on_gpu=on_gpu, asleep=asleep)
     cards = [share_gpu(settings, rank, engine, gpus) for rank in ranks if shared and on_gpu]
     gpu = max(cards, key=lambda parts: max(phase_peaks(parts).values()), default=())

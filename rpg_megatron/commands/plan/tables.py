@@ -21,6 +21,7 @@ from rpg_megatron.commands.plan.run_cost import Job, cost_lines, cost_of
 from rpg_megatron.commands.plan.step_time import StepTime
 from rpg_megatron.commands.plan.trainer_memory import IMPORTS, RESERVE, MemoryPart
 from rpg_megatron.config.errors import gib
+from rpg_megatron.engine.arguments import reduces_on_gpus, uses_flashinfer
 
 Row = tuple[str, ...]
 
@@ -128,7 +129,14 @@ def _facts(plan: Plan) -> Iterator[tuple[str, str]]:
     own = f"Megatron's own, {settings.precision.dtype}"
     yield "layers", own if plan.implementation == "local" else f"Transformer Engine's, {kind}"
     if settings.engine.replicas:
-        yield "engines", f"{settings.engine.replicas} x TP {settings.engine.tensor}"
+        reduces = "FlashInfer's, compiled with nvcc" if uses_flashinfer(settings) else "vLLM's, without nvcc"
+        yield (
+            "engines",
+            f"{settings.engine.replicas} x TP {settings.engine.tensor}, each with up to "
+            f"{settings.engine.most_sequences:,} sequences at once"
+            + f"; all-reduces are {reduces}"
+            * reduces_on_gpus(settings),
+        )
     if plan.on_gpu:
         yield "GPUs", _gpus(plan.gpus)
     samples, updates = settings.rollout.samples_per_prompt, batch.updates
