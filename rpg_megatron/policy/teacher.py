@@ -40,7 +40,7 @@ class HeldTeacher:
             config.use_cpu_initialization, config.perform_initialization = True, False
         share = bool(settings.training.share_prompts)
         built = build_model(shape, config, settings.model, mesh, share_prompts=share)
-        chunks = [chunk.cpu().eval() for chunk in built]  # Megatron puts small ones of linear attention elsewhere
+        chunks = [chunk.cpu().eval() for chunk in built]  # linear attention has small ones on the GPU
         for buffer in (buffer for chunk in chunks for buffer in chunk.buffers()):
             buffer.data = buffer.to(device)
         self.model = ScoringModel(settings, mesh, device, chunks, shape.vocab_size)

@@ -247,6 +247,33 @@ def test_the_number_of_sequences_follows_from_memory(write: Callable[..., Path])
     assert command[command.index("--max-num-seqs") + 1] == "56"
 
 
+def test_prompts_are_shared_on_a_gpu_where_it_pays(write: Callable[..., Path], capsys) -> None:
+    """Their attention takes twice as long. Of 1,024 + 8,192 tokens of an 8B it is 1,655 tokens' worth."""
+
+    def of(response: int, samples: int = 8, share: object = "auto", config: dict[str, object] = QWEN3_8B):
+        rollout = {"max_response_tokens": response, "samples_per_prompt": samples}
+        data = {"path": "d", "max_prompt_tokens": 1024}
+        file = write(config, data=data, rollout=rollout, training={"share_prompts": share})
+        capsys.readouterr()
+        with pytest.raises(SystemExit):
+            cli.main(["plan", str(file), "--gpu", "b200-180"])
+        (row,) = (line for line in capsys.readouterr().out.splitlines() if "(training.share_prompts)" in line)
+        plan = plan_of(file)
+        each = (1024 + response) ** 2 / plan.shape.attention_length
+        pays = each <= 1024 * (1 - 1 / samples)
+        return plan.settings.training.share_prompts, pays, "computed once" in row
+
+    assert of(8192) == (False, False, False)
+    assert of(2048) == ("auto", True, True)
+    assert of(5120, 2) == (False, False, False)  # one of two prompts is saved
+    assert of(5120, 16) == ("auto", True, True)
+    assert of(2048, config=QWEN3_06B) == (False, False, False)  # more of a small model is attention
+    assert of(8192, share=True) == (True, False, True)
+    assert of(2048, share=False) == (False, True, False)
+    cpu = load_settings(write(QWEN3_8B, device="cpu", training={"share_prompts": "auto"}))
+    assert make_plan(cpu).settings.training.share_prompts == "auto"
+
+
 def test_on_a_cpu_taking_turns_costs_memory(write: Callable[..., Path]) -> None:
     """Parked optimizer state needs a second allocation there; the first is free only while engines sample."""
     cpu = {"device": "cpu", "precision": {"dtype": "float32"}}

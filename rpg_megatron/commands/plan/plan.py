@@ -277,6 +277,8 @@ def plan_for(settings: Settings, shape: ModelShape, target: Target) -> Plan:
     engine = engine_memory(
         settings, shape, gpus, longest=batch.context, device=device, gpu_bytes=target.nbytes
     )
+    if on_gpu and settings.training.share_prompts == "auto" and not _sharing_pays(settings, shape):
+        return plan_for(settings.changed(training={"share_prompts": False}), shape, target)
     if on_gpu and settings.engine.max_sequences is None:
         chosen = choose_sequences(settings, engine)
         return plan_for(settings.changed(engine={"max_sequences": chosen}), shape, target)
@@ -285,6 +287,17 @@ def plan_for(settings: Settings, shape: ModelShape, target: Target) -> Plan:
     cards = [share_gpu(settings, rank, engine, gpus) for rank in ranks if shared and on_gpu]
     gpu = max(cards, key=lambda parts: max(phase_peaks(parts).values()), default=())
     return Plan(settings, shape, target, batch, ranks, engine, gpus, host, gpu)
+
+
+def _sharing_pays(settings: Settings, shape: ModelShape) -> bool:
+    """Whether shared prompts save more on a GPU than they cost, in sequences of full length.
+
+    They save the products of all prompts of a group but one. Attention is then FlashAttention 2, not cuDNN's,
+    and takes about twice as long on Hopper.
+    """
+    prompt, response = settings.data.max_prompt_tokens, settings.rollout.max_response_tokens
+    saved = prompt * (1 - 1 / settings.rollout.samples_per_prompt)
+    return saved >= (prompt + response) ** 2 / shape.attention_length
 
 
 def told(table: Mapping[str, object]) -> tuple[str, ...]:

@@ -144,6 +144,9 @@ def _facts(plan: Plan) -> Iterator[tuple[str, str]]:
         f"{batch.prompts:,} prompts x {samples} = {batch.sequences:,} responses, in {updates} updates of "
         f"{batch.sequences_per_update:,}{f' ({passes} passes)' * (passes > 1)}"
     )
+    if plan.on_gpu and not sft and samples > 1:
+        shared = "computed once for their responses" if settings.training.share_prompts else "not shared"
+        yield "prompts", f"{shared} (training.share_prompts)"
     yield "step", f"one update on {batch.sequences:,} conversations" if sft else of_rollouts
     yield (
         "update",
