@@ -49,7 +49,7 @@ def settings_of(file: Path, *changes: str) -> Settings:
     model = EXAMPLES / "models" / settings.model.path.name
     if model.is_dir():
         settings = load_settings(file, [*paths, f"model.path={model}", "device=cuda", *changes])
-    return make_plan(settings, "h100-80").settings
+    return settings if settings.engine.max_sequences else make_plan(settings, "h100-80").settings
 
 
 def resolve(settings: Settings, folder: Path, patch: pytest.MonkeyPatch) -> Any:

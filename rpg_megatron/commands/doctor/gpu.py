@@ -168,8 +168,7 @@ def _compiler() -> Check:
 def _nvcc(subject: Subject) -> Check:
     """CUDA's compiler, where FlashInfer looks for it."""
     home = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH")
-    places = f"{home}/bin" if home else f"{os.environ.get('PATH', '')}:/usr/local/cuda/bin"
-    found = shutil.which("nvcc", path=places)
+    found = shutil.which(f"{home}/bin/nvcc") if home else shutil.which("nvcc")
     if subject.settings is None or not uses_flashinfer(subject.settings):
         return ok("nvcc", f"{found or 'not installed'}; not needed, since FlashInfer's all-reduces are off")
     if found and shutil.which("ninja"):

@@ -18,7 +18,7 @@ from rpg_megatron.commands.plan.engine_memory import (
     share_gpu,
 )
 from rpg_megatron.commands.plan.gpus import DEFAULT, find_gpu, gpu_bytes, machine_bytes
-from rpg_megatron.commands.plan.layout import BatchPlan, Gpus, count_gpus, plan_batch
+from rpg_megatron.commands.plan.layout import BatchPlan, Gpus, count_gpus, plan_batch, sharing_pays
 from rpg_megatron.commands.plan.trainer_memory import (
     IMPORTS,
     RESERVE,
@@ -141,10 +141,8 @@ class Plan:
                 },
                 f"an engine worker needs {gib(engine.total - engine.buckets)} without a KV cache, and vLLM "
                 f"uses {engine.utilisation or 0:.0%} of {has}; raise engine.tensor": uncached,
-                f"engine.max_sequences is {most}, and the KV cache has {blocks} blocks for recurrent states: "
-                f"vLLM refuses to start; lower it to {blocks}, or raise {more}": (
-                    self.on_gpu and 0 < blocks < most
-                ),
+                f"engine.max_sequences is {most}, and the KV cache has {blocks} blocks for recurrent states, "
+                f"so vLLM does not start; lower it to {blocks}": self.on_gpu and 0 < blocks < most,
                 f"the KV cache holds {engine.kv_tokens:,} tokens, one sequence may have "
                 f"{engine.sequence_tokens:,}; raise {more} or lower rollout.max_response_tokens": (
                     settings.engine.replicas and engine.kv_cache >= 0 and engine.full_sequences < 1
@@ -277,7 +275,7 @@ def plan_for(settings: Settings, shape: ModelShape, target: Target) -> Plan:
     engine = engine_memory(
         settings, shape, gpus, longest=batch.context, device=device, gpu_bytes=target.nbytes
     )
-    if on_gpu and settings.training.share_prompts == "auto" and not _sharing_pays(settings, shape):
+    if on_gpu and settings.training.share_prompts == "auto" and not sharing_pays(settings, shape):
         return plan_for(settings.changed(training={"share_prompts": False}), shape, target)
     if on_gpu and settings.engine.max_sequences is None:
         chosen = choose_sequences(settings, engine)
@@ -287,17 +285,6 @@ def plan_for(settings: Settings, shape: ModelShape, target: Target) -> Plan:
     cards = [share_gpu(settings, rank, engine, gpus) for rank in ranks if shared and on_gpu]
     gpu = max(cards, key=lambda parts: max(phase_peaks(parts).values()), default=())
     return Plan(settings, shape, target, batch, ranks, engine, gpus, host, gpu)
-
-
-def _sharing_pays(settings: Settings, shape: ModelShape) -> bool:
-    """Whether shared prompts save more on a GPU than they cost, in sequences of full length.
-
-    They save the products of all prompts of a group but one. Attention is then FlashAttention 2, not cuDNN's,
-    and takes about twice as long on Hopper.
-    """
-    prompt, response = settings.data.max_prompt_tokens, settings.rollout.max_response_tokens
-    saved = prompt * (1 - 1 / settings.rollout.samples_per_prompt)
-    return saved >= (prompt + response) ** 2 / shape.attention_length
 
 
 def told(table: Mapping[str, object]) -> tuple[str, ...]:

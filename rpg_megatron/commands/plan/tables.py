@@ -129,14 +129,10 @@ def _facts(plan: Plan) -> Iterator[tuple[str, str]]:
     own = f"Megatron's own, {settings.precision.dtype}"
     yield "layers", own if plan.implementation == "local" else f"Transformer Engine's, {kind}"
     if settings.engine.replicas:
+        sizes = f"{settings.engine.replicas} x TP {settings.engine.tensor}, each with up to "
+        sizes += f"{settings.engine.most_sequences:,} sequences at once"
         reduces = "FlashInfer's, compiled with nvcc" if uses_flashinfer(settings) else "vLLM's, without nvcc"
-        yield (
-            "engines",
-            f"{settings.engine.replicas} x TP {settings.engine.tensor}, each with up to "
-            f"{settings.engine.most_sequences:,} sequences at once"
-            + f"; all-reduces are {reduces}"
-            * reduces_on_gpus(settings),
-        )
+        yield "engines", sizes + f"; all-reduces are {reduces}" * reduces_on_gpus(settings)
     if plan.on_gpu:
         yield "GPUs", _gpus(plan.gpus)
     samples, updates = settings.rollout.samples_per_prompt, batch.updates
@@ -145,8 +141,7 @@ def _facts(plan: Plan) -> Iterator[tuple[str, str]]:
         f"{batch.sequences_per_update:,}{f' ({passes} passes)' * (passes > 1)}"
     )
     if plan.on_gpu and not sft and samples > 1:
-        shared = "computed once for their responses" if settings.training.share_prompts else "not shared"
-        yield "prompts", f"{shared} (training.share_prompts)"
+        yield "prompts", f"{'' if settings.training.share_prompts else 'not '}shared (training.share_prompts)"
     yield "step", f"one update on {batch.sequences:,} conversations" if sft else of_rollouts
     yield (
         "update",
