@@ -7,6 +7,7 @@ kernel, such as the size of the KV cache.
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -35,11 +36,12 @@ VARIANTS: dict[str, tuple[Path, tuple[str, ...]]] = {
 def cases() -> dict[str, tuple[Path, tuple[str, ...]]]:
     """All examples of runs, without the paper's rows, whose engines are among these; and variants.
 
-    Not those with rows of their own package, which is not installed here.
+    Not those that have their data elsewhere: in code, or for fine-tuning.
     """
     files = [*EXAMPLES.glob("*.yaml"), *(EXAMPLES / "async").glob("*"), *(EXAMPLES / "moe").glob("*")]
     named = {f"`{file.relative_to(EXAMPLES)}`": (file, ()) for file in sorted(files)}
-    return {name: row for name, row in named.items() if "source:" not in row[0].read_text()} | VARIANTS
+    apart = re.compile(r"^ *(source|sft):", re.MULTILINE)
+    return {name: row for name, row in named.items() if not apart.search(row[0].read_text())} | VARIANTS
 
 
 def settings_of(file: Path, *changes: str) -> Settings:

@@ -288,14 +288,15 @@ def test_on_a_cpu_taking_turns_costs_memory(write: Callable[..., Path]) -> None:
 
 
 def test_vllm_arguments_are_read(write: Callable[..., Path]) -> None:
-    plan = plan_of(write(LLAMA_8B))
+    fixed = {"max_sequences": 256}
+    plan = plan_of(write(LLAMA_8B, engine=fixed))
     assert plan.engine.utilisation == 0.92
     for arguments in (
         ["--gpu-memory-utilization", "0.5"],
         ["--gpu_memory_utilization=0.5"],
         ["--gpu-memory-utilization=0.7", "--gpu-memory-utilization", "0.5"],  # vLLM uses the last one
     ):
-        less = plan_of(write(LLAMA_8B, engine={"arguments": arguments}))
+        less = plan_of(write(LLAMA_8B, engine=fixed | {"arguments": arguments}))
         assert less.engine.utilisation == 0.5
         assert plan.engine.kv_cache - less.engine.kv_cache == pytest.approx(
             0.42 * gpu_bytes("h100-80"), abs=2
@@ -457,7 +458,7 @@ def test_tables_fit_80_columns_and_do_not_wrap_in_a_pipe(write: Callable[..., Pa
         printed[columns] = [line for line in process.stdout.splitlines() if not line.startswith("best:")]
     assert max(map(len, printed["80"])) <= 80
     # Without a width a row is one line, so that grep and a log show it whole.
-    facts = ("fits,", "", "model", "policy", "layers", "engines", "GPUs", "step", "update")
+    facts = ("fits,", "", "model", "policy", "layers", "engines", "GPUs", "prompts", "step", "update")
     assert [line.partition(" ")[0] for line in printed[""][: len(facts)]] == list(facts)
 
 

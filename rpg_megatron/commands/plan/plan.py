@@ -160,7 +160,8 @@ class Plan:
         verdict = "also fits" if worst <= self.left else "does not fit"
         of_plan = {
             f"the KV cache holds {engine.full_sequences:.0f} sequences of full length, but {running} may run "
-            "at once: vLLM will preempt and recompute some": engines and 1 <= engine.full_sequences < running,
+            "at once: vLLM will preempt and recompute some": engines
+            and 1 <= engine.full_sequences < running / 4,
             f"pipeline ranks idle for {batch.pipeline_idle:.0%} of an update with {batch.microbatches} "
             "micro-batches; lower training.tokens_per_microbatch or training.minibatches": (
                 batch.pipeline_idle > 0.25
