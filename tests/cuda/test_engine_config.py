@@ -70,22 +70,20 @@ def resolve(settings: Settings, folder: Path, patch: pytest.MonkeyPatch) -> Any:
     return AsyncEngineArgs.from_cli_args(arguments).create_engine_config(UsageContext.OPENAI_API_SERVER)
 
 
-def test_workers_do_not_add_up_by_flashinfer(tmp_path, monkeypatch):
-    """Also where it would be vLLM's choice: with nvcc and ninja, or its compiled kernels."""
+@pytest.mark.parametrize("asked", [False, True])
+def test_workers_add_up_by_flashinfer_if_it_is_asked_for(asked, tmp_path, monkeypatch):
+    """Here as where vLLM would take it: with its compiled kernels."""
     import vllm.envs
     import vllm.utils.flashinfer as flashinfer
 
     flashinfer.has_flashinfer.cache_clear()
     monkeypatch.setattr(flashinfer, "has_flashinfer_cubin", lambda: True)
-    file = EXAMPLES / "qwen3_32b_dapo_math_8k.yaml"
-    fused = 'engine.arguments=[\'--compilation-config={"pass_config": {"fuse_allreduce_rms": null}}\']'
-    chosen = [
-        resolve(settings_of(file, *changes), tmp_path, monkeypatch).compilation_config.pass_config
-        for changes in ((), (fused,))
-    ]
+    fused = '--compilation-config={"pass_config": {"fuse_allreduce_rms": true}}'
+    changes = (f"engine.arguments=['{fused}']",) if asked else ()
+    settings = settings_of(EXAMPLES / "qwen3_32b_dapo_math_8k.yaml", *changes)
+    passes = resolve(settings, tmp_path, monkeypatch).compilation_config.pass_config
     flashinfer.has_flashinfer.cache_clear()
-    assert [passes.fuse_allreduce_rms for passes in chosen] == [False, True]
-    assert not vllm.envs.VLLM_ALLREDUCE_USE_FLASHINFER
+    assert passes.fuse_allreduce_rms == vllm.envs.VLLM_ALLREDUCE_USE_FLASHINFER == asked
 
 
 def described(config: Any) -> tuple[str, ...]:
