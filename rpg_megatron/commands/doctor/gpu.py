@@ -19,17 +19,8 @@ from rpg_megatron.commands.doctor.probe import Check, Subject, failed, not_appli
 from rpg_megatron.config import UserError
 from rpg_megatron.engine.arguments import uses_flashinfer
 
-GPU_LINES = (
-    "driver",
-    "CUDA",
-    "NCCL",
-    "peer access",
-    "CUDA IPC",
-    "locked memory",
-    "C compiler",
-    "nvcc",
-    "InfiniBand",
-)
+_OF_CUDA = ("driver", "CUDA", "NCCL", "peer access", "CUDA IPC")
+GPU_LINES = (*_OF_CUDA, "locked memory", "C compiler", "nvcc", "InfiniBand")
 OLDEST_DRIVER = 580
 """The first driver for CUDA 13, which torch 2.13 is built with."""
 _PTRACE_SCOPE = Path("/proc/sys/kernel/yama/ptrace_scope")
