@@ -24,9 +24,16 @@ fi
 rm -f $ENV/.complete
 
 install() {  # install WHAT PIP-ARGUMENTS...
-    say "  $1"
+    what=$1
     shift
-    $ENV/bin/python -m pip install --disable-pip-version-check --no-input --no-deps "$@" >$ENV/build.log 2>&1 || {
+    pip "$what" install "$@"
+}
+
+pip() {  # pip WHAT COMMAND PIP-ARGUMENTS...
+    say "  $1"
+    command=$2
+    shift 2
+    $ENV/bin/python -m pip "$command" --disable-pip-version-check --no-input --no-deps "$@" >$ENV/build.log 2>&1 || {
         tail -n 15 $ENV/build.log >&2
         fail "pip could not finish; its whole output is in $ENV/build.log. Run make again when the cause is fixed."
     }
@@ -35,8 +42,15 @@ install "the GPU packages (10 minutes)" -r requirements/gpu.txt -r requirements/
 export NVTE_PYTORCH_FORCE_BUILD=TRUE NVTE_BUILD_USE_NVIDIA_WHEELS=1 NVTE_WITH_NCCL_EP=0
 MAX_JOBS=${MAX_JOBS:-$(nproc)}
 export MAX_JOBS
-install "Transformer Engine's torch extension (compiled: up to an hour)" --no-build-isolation \
-    -r requirements/te-torch.txt
+# The wheel is kept outside of the environment, for the next time: it depends on these alone.
+WHEELS=.wheels-cuda/$(cat requirements/gpu.txt requirements/te-torch.txt | cksum | cut -d ' ' -f 1)
+if ! ls $WHEELS/*.whl >/dev/null 2>&1; then
+    pip "Transformer Engine's torch extension (compiled: up to an hour)" wheel --no-build-isolation \
+        --wheel-dir $WHEELS.part -r requirements/te-torch.txt
+    rm -rf $WHEELS  # complete at once, so that an interrupted one is not taken
+    mv $WHEELS.part $WHEELS
+fi
+install "Transformer Engine's torch extension" $WHEELS/*.whl
 install "rpg-megatron itself" --no-build-isolation --editable .
 mkdir -p $ENV/stubs
 cc -shared -fPIC -w -o $ENV/stubs/libcuda.so.1 tests/cuda/stubs.c

@@ -64,7 +64,7 @@ def _train(
     with Cluster(settings, nodes, signals) as cluster:
         check_start(CheckedRun(settings, nodes=nodes.count))
         check_memory(settings, nodes.count)
-        settings = with_steps(settings)
+        settings = with_choices(with_steps(settings))
         signals.raising = False  # from here on, resources must be cleaned up
         with RunLauncher(settings, signals, fresh=fresh, source=source, cluster=cluster) as run:
             if RUN_FILE in os.environ:
@@ -95,7 +95,7 @@ def dry_run(settings: Settings, nodes: Nodes, *, fresh: bool = False, source: Pa
         return
     check_start(CheckedRun(settings, nodes=nodes.count))
     check_memory(settings, nodes.count)
-    settings = with_steps(settings)
+    settings = with_choices(with_steps(settings))
     print(describe_start(settings, nodes.count, fresh=fresh, source=source), end="")
     for line in estimate(settings):
         print(f"# {line}")
@@ -114,6 +114,17 @@ def check_memory(settings: Settings, nodes: int) -> None:
         raise UserError("; ".join(problems))
     for problem in problems:
         print(f"warning: rpg-megatron plan: {problem}", file=sys.stderr, flush=True)
+
+
+def with_choices(settings: Settings) -> Settings:
+    """The settings with what ``plan`` chooses for this node's GPUs: ``engine.max_sequences`` if it is null,
+    ``training.share_prompts`` if it is auto. The same without GPUs.
+    """
+    if settings.device == "cpu" or (gpu := gpu_memory()) is None:
+        return settings
+    chosen = make_plan(settings, gpu).settings
+    shared = {"share_prompts": chosen.training.share_prompts}
+    return settings.changed(engine={"max_sequences": chosen.engine.max_sequences}, training=shared)
 
 
 def _report(folder: Path) -> None:

@@ -111,8 +111,9 @@ class TrainingSettings(Section, affects="training"):
     share_prompts: Annotated[bool | Literal["auto"], Affects("sums")] = False
     """Compute the prompt of a group once for all of its responses in a micro-batch, instead of once for each:
     the same log-probs and gradients up to rounding, for less work. auto: for responses of which the prompt is
-    at least a tenth of the sequence; with shorter prompts it hardly pays. docs/long-context.md says
-    what else changes."""
+    at least a tenth of the sequence; with shorter prompts it hardly pays. On a GPU auto is false where
+    attention, which then takes longer, costs more than is saved; plan prints which. docs/long-context.md
+    says what else changes."""
     mask_truncated: bool = False
     """Mask out the tokens of truncated responses in the loss. Their rewards still count in the advantages of
     their groups."""

@@ -197,8 +197,9 @@ class EngineSettings(Section, affects="speed", evaluated=True):
     tensor: int = Field(1, ge=1)
     """Tensor-parallel size of one engine; independent of the trainer's. More than the GPUs of a node: see
     ``cluster.engine_nodes``."""
-    max_sequences: int = Field(256, ge=1)
-    """Maximum sequences that an engine decodes concurrently (vLLM's max_num_seqs)."""
+    max_sequences: int | None = Field(None, ge=1)
+    """Maximum sequences that an engine decodes concurrently (vLLM's max_num_seqs). null: on a GPU what its
+    memory holds, which plan prints, and no more than a step has or 1024; else 256. docs/plan.md."""
     colocated: bool = False
     """Engines and trainer share the same GPUs and take turns: on each node, worker i uses the GPU of trainer
     rank i. During training, the engines are in vLLM's sleep mode, without weights and KV cache; during
@@ -227,6 +228,11 @@ class EngineSettings(Section, affects="speed", evaluated=True):
     ends the run."""
     arguments: Annotated[tuple[str, ...], Affects("results", evaluated=True)] = ()
     """Additional vLLM server arguments, passed unchanged."""
+
+    @property
+    def most_sequences(self) -> int:
+        """``max_sequences``, with its default."""
+        return self.max_sequences or 256
 
     def problems_of_routes(self) -> Iterator[str]:
         """Conflicts of ``arguments`` with training.router_replay: the engine would return no routes."""

@@ -38,8 +38,24 @@ _OURS = {
     "--trust-remote-code": "no Python code of a model is run; remove it",
 }
 """Options that place an engine's workers, change weights, or run code -> what to do instead."""
+_FUSION = re.compile(r"fuse_allreduce_rms\W+(true|false)")
 _LEAST, _LEAST_PARSERS = 100, 10
 """Fewer mean that vLLM defines them elsewhere; then nothing is checked."""
+
+
+def uses_flashinfer(settings: Settings) -> bool:
+    """Whether all-reduces of engines are FlashInfer's, which it compiles with nvcc at the first start.
+
+    vLLM would decide by what is installed. Off unless ``engine.arguments`` say otherwise: vLLM's own need no
+    compiler, and add in a fixed order.
+    """
+    chosen = _FUSION.findall(" ".join(settings.engine.arguments).lower())
+    return reduces_on_gpus(settings) and chosen[-1:] == ["true"]
+
+
+def reduces_on_gpus(settings: Settings) -> bool:
+    """Whether an engine's workers add up numbers of several GPUs."""
+    return settings.device == "cuda" and settings.engine.tensor > 1
 
 
 def check_engine_arguments(settings: Settings) -> None:
@@ -58,6 +74,12 @@ def check_engine_arguments(settings: Settings) -> None:
             short = len(given) > 3 and option.startswith(given)
             if given == option or short or re.match(option + (r"\d+$" if option[2:] else "."), given):  # -n2
                 raise UserError(f"engine.arguments: {given}: {instead}")
+        whole = reduces_on_gpus(settings) and given.startswith(("--compilation-c", "-cc"))
+        if whole and not _FUSION.search(" ".join(settings.engine.arguments).lower()):
+            raise UserError(
+                f"engine.arguments: {given} replaces our choice of all-reduces; add "
+                '"pass_config": {"fuse_allreduce_rms": false} to it'
+            )
     options = [argument for argument in settings.engine.arguments if argument.startswith("--")]
     known = option_names() if options else set()
     for argument in options:

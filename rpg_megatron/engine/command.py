@@ -14,6 +14,7 @@ from typing import Literal
 
 from rpg_megatron.config import ModelShape, Settings, UserError, read_model_shape
 from rpg_megatron.config.cluster import BRIDGE_VARIABLE, TOKEN_VARIABLE
+from rpg_megatron.engine.arguments import reduces_on_gpus, uses_flashinfer
 from rpg_megatron.system.dtypes import ITEM_BYTES
 
 SERVED_NAME = "policy"
@@ -111,7 +112,7 @@ def engine_command(
         command += ["--mamba-ssm-cache-dtype", "float32"]
         if settings.device == "cpu" or settings.training.router_replay == "off":
             command += ["--no-enable-prefix-caching"]
-    command += ["--max-num-seqs", str(engine.max_sequences)]
+    command += ["--max-num-seqs", str(engine.most_sequences)]
     # numpy accepts no larger seed; requests have their own seeds.
     command += ["--seed", str((settings.seed + index) % 2**32)]
     # Sampling parameters come only from the request, not from the checkpoint's generation_config.json.
@@ -140,12 +141,16 @@ def engine_command(
         command += ["--no-enable-chunked-prefill"]
         command += [
             "--max-num-batched-tokens",
-            str(max(context_length(settings, shape), engine.max_sequences, 8192)),
+            str(max(context_length(settings, shape), engine.most_sequences, 8192)),
         ]
-    elif engine.colocated:
+    if reduces_on_gpus(settings) and not uses_flashinfer(settings):
+        # One option, which a value of the user's replaces as a whole (``check_engine_arguments``).
+        command += ["--compilation-config", '{"pass_config": {"fuse_allreduce_rms": false}}']
+    if settings.device == "cuda" and engine.colocated:
         # By default vLLM takes a share of the whole GPU, most of which the trainer needs, so the KV cache is
         # set in bytes. It also refuses to start if less than its share is free, as after a restart.
         command += ["--enable-sleep-mode", "--gpu-memory-utilization", "0.05"]
+        command += ["--sleep-mode-offload-cudagraph"]  # woken with the weights
     if engine.quantization is not None:
         command += ["--quantization", engine.quantization]
     if settings.device == "cpu" or engine.colocated:
@@ -194,6 +199,7 @@ def engine_environment(
         environment |= {"TRITON_F32_DEFAULT": "ieee", "VLLM_MLA_DISABLE": "1"}
     if settings.device == "cuda":
         visible = [gpu for gpu in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if gpu.strip()]
+        environment["VLLM_ALLREDUCE_USE_FLASHINFER"] = str(int(uses_flashinfer(settings)))
         environment["CUDA_VISIBLE_DEVICES"] = ",".join(
             visible[i].strip() if len(visible) > i else str(i) for i in gpus
         )

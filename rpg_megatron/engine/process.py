@@ -255,8 +255,11 @@ class EngineProcess:
         return well
 
     def note_answer(self) -> None:
-        """Let ``stop`` give it time: it may have requests."""
-        self._answered = True
+        """Let ``stop`` give it time: it may have requests.
+
+        A part without a server has none, and vLLM would wait 9 s for workers that do not hear it.
+        """
+        self._answered = "--headless" not in self._command
 
     def stop(self, grace: float = 20.0) -> None:
         """End the engine and all its processes and remove its socket and shared memory. Safe to call at any

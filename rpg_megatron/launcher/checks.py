@@ -108,7 +108,7 @@ def _check_settings(settings: Settings) -> None:
 
 
 def _check_open_files(settings: Settings, trainer: bool, engines: bool) -> list[str]:
-    requests = settings.engine.replicas * settings.engine.max_sequences
+    requests = settings.engine.replicas * settings.engine.most_sequences
     return check_files(settings.parallel.world * trainer, requests * engines)
 
 

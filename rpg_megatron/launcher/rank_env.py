@@ -24,6 +24,9 @@ RANK = "rpg_megatron.training.rank"
 """Module that the ranks of a training run execute; audit and replay have modules of their own."""
 SAMPLER = "rpg_megatron.rollout.sampler"
 
+COMPILER_VARIABLE = "TORCHINDUCTOR_COMPILE_THREADS"
+"""Environment variable with the number of processes in which torch compiles kernels."""
+
 
 @dataclass(frozen=True)
 class NodeSpec:
@@ -117,7 +120,10 @@ def _device_environment(settings: Settings, local: int) -> dict[str, str]:
         return {}
     # One thread is enough to drive the GPU. Only an offloaded optimizer computes on the CPU.
     threads = len(os.sched_getaffinity(0)) // local if settings.memory.offload_optimizer else 1
+    # Torch's compiler would start a process for each core, up to 32, in each rank. The head's few kernels are
+    # compiled one after the other instead, as vLLM does with its own.
     variables = {"OMP_NUM_THREADS": str(max(1, threads))}
+    variables[COMPILER_VARIABLE] = os.environ.get(COMPILER_VARIABLE, "1")
     sharded = settings.parallel.tensor > 1 or settings.parallel.context > 1
     if sharded and CONNECTIONS_VARIABLE not in os.environ:
         # Megatron launches the communication of tensor and context parallelism before the GEMMs that it

@@ -13,7 +13,7 @@ from rich.console import Console
 
 from rpg_megatron.checkpoints.run_folder import list_steps
 from rpg_megatron.config import Settings, UserError
-from rpg_megatron.config.cluster import JOB_END_VARIABLE
+from rpg_megatron.config.cluster import ENGINES_START, JOB_END_VARIABLE
 from rpg_megatron.config.files import remove
 from rpg_megatron.launcher.bandwidth import MEASURE
 from rpg_megatron.launcher.cluster import Cluster, Process
@@ -143,7 +143,7 @@ class RunLauncher:
     def start(self) -> None:
         """Start all processes at the same time, since each spends its first seconds importing.
 
-        With colocated engines, the ranks start when the engines sleep.
+        With colocated engines, the ranks build the model when the engines sleep.
         """
         settings, cluster = self._settings, self._cluster
         if (end := end_of_job()) is not None:
@@ -164,12 +164,15 @@ class RunLauncher:
             if note := transport_note(settings, cluster.nodes.count):
                 self._progress.status(note)
             self._start_rollouts()
-            if settings.engine.colocated and self._synced:
-                self._put_engines_to_sleep()
+        waits = self._uses_engines and settings.engine.colocated and self._synced
+        if waits:
+            (self._agent.workspace.work / ENGINES_START).touch()
         self._check_signals()
         cluster.start_ranks(self._opened.checkpoint)
         while self._agent.forking:
             self._pump(0.1)
+        if waits:
+            self._put_engines_to_sleep()
         self._all_started = True
 
     def _pump(self, seconds: float) -> None:
@@ -195,13 +198,14 @@ class RunLauncher:
     def _put_engines_to_sleep(self) -> None:
         """Wait until all engines are up, then put them to sleep, which frees their GPU memory.
 
-        A starting engine allocates weights, KV cache and the activations of its largest batch; a starting
-        rank allocates all of its state. Both at once may exceed the GPU's memory.
+        A starting engine allocates weights, KV cache and the activations of its largest batch; a rank that
+        builds the model all of its state. Both at once may exceed the GPU's memory. So ranks import and wait.
         """
         while not self._engines.all_up:
             self._pump(0.2)
         self._engines.sleep()
-        self._progress.status("engines sleep; starting trainer ranks")
+        remove(self._agent.workspace.work / ENGINES_START)
+        self._progress.status("engines sleep; the trainer ranks build the model")
 
     def watch(self) -> None:
         """Return when all ranks have exited with code 0. Raises UserError, RunFailed or Interrupted."""

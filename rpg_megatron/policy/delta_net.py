@@ -30,12 +30,12 @@ class DeltaNet(GatedDeltaNet):  # type: ignore[misc]  # untyped
         self, config: TransformerConfig, submodules: GatedDeltaNetSubmodules, layer_number: int, **more: Any
     ) -> None:
         """As Megatron calls it."""
-        if not config.use_cpu_initialization and not common.HAVE_FLA:
-            raise RuntimeError("flash-linear-attention is missing")  # preflight checks it
-        if config.use_cpu_initialization:
+        if not torch.cuda.is_available():
             _replace_fla()
-        else:
+        elif common.HAVE_FLA:
             _give_bounds_to_fla()
+        else:
+            raise RuntimeError("flash-linear-attention is missing")  # preflight checks it
         super().__init__(config, submodules, layer_number, **more)
         plain = copy(config)
         plain.layernorm_zero_centered_gamma, plain.params_dtype = False, torch.float32

@@ -36,9 +36,13 @@ class HeldTeacher:
         precision = settings.precision.model_copy(update={"fp8": None})
         fused = uses_transformer_engine(settings.model_copy(update={"precision": precision}), device)
         config = transformer_config(shape, settings.parallel, precision, device=device, fused=fused)
+        if device.type == "cuda":  # in host memory from the start; loading fills all of it
+            config.use_cpu_initialization, config.perform_initialization = True, False
         share = bool(settings.training.share_prompts)
         built = build_model(shape, config, settings.model, mesh, share_prompts=share)
-        chunks = [chunk.to(device).eval() for chunk in built]
+        chunks = [chunk.cpu().eval() for chunk in built]  # linear attention has small ones on the GPU
+        for buffer in (buffer for chunk in chunks for buffer in chunk.buffers()):
+            buffer.data = buffer.to(device)
         self.model = ScoringModel(settings, mesh, device, chunks, shape.vocab_size)
         for chunk in chunks:
             chunk.requires_grad_(False)

@@ -85,7 +85,7 @@ class Sampler:
         self.dispatcher = Dispatcher(
             pool,
             workers,
-            settings.engine.max_sequences,
+            settings.engine.most_sequences,
             backup_dir=work if len(workers) > 1 else None,
             oversubscription=OVERSUBSCRIPTION_AHEAD if ahead else OVERSUBSCRIPTION,
             backup_all=ahead,

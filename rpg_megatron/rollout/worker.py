@@ -76,7 +76,7 @@ class Worker:
         self._settings = settings
         rollout, reward = settings.rollout, settings.reward
         self._stop_texts = rollout.stop
-        self._max_sequences = settings.engine.max_sequences
+        self._max_sequences = settings.engine.most_sequences
         self._ahead = rollout.ahead > 0
         self._scorer = Scorer(reward, rollout.max_response_tokens, rollout.workers)
         # Its own, so that ``reward/timeouts`` counts the grading of responses only.

@@ -18,6 +18,7 @@ import logging
 import os
 import signal
 import sys
+import time
 import warnings
 from collections.abc import Callable
 from contextlib import suppress
@@ -29,7 +30,7 @@ import torch
 import torch.distributed as dist
 
 from rpg_megatron.config import Settings, UserError, load_settings
-from rpg_megatron.config.cluster import RANK_LOGS_VARIABLE
+from rpg_megatron.config.cluster import ENGINES_START, RANK_LOGS_VARIABLE
 from rpg_megatron.policy.device import start_device, start_process_group
 from rpg_megatron.system.collectives import barrier
 from rpg_megatron.system.forked_ranks import STATUS, fork_ranks
@@ -59,7 +60,14 @@ class RankProcess:
     run: RankRun | None = field(default=None, init=False)
 
     def start_run[R: RankRun](self, kind: type[R], checkpoint: Path | None = None) -> R:
-        """Build this rank's part of a run: model, optimizer, connection to the engines. Collective."""
+        """Build this rank's part of a run: model, optimizer, connection to the engines. Collective.
+
+        Waits while colocated engines start, which need the whole GPU. The launcher ends it if they fail.
+        """
+        if self.settings.engine.colocated:
+            while self.mesh.rank == 0 and (self.work / ENGINES_START).exists():
+                time.sleep(0.1)
+            barrier()
         self.run = run = kind(
             self.settings,
             self.run_dir,

@@ -7,11 +7,13 @@ kernel, such as the size of the KV cache.
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from rpg_megatron.commands.plan.plan import make_plan
 from rpg_megatron.config import Settings, load_settings
 from rpg_megatron.engine.command import engine_command, engine_environment
 
@@ -32,28 +34,31 @@ VARIANTS: dict[str, tuple[Path, tuple[str, ...]]] = {
 
 
 def cases() -> dict[str, tuple[Path, tuple[str, ...]]]:
-    """All examples of runs, without the paper's rows, whose engines are among these; and variants."""
+    """All examples of runs, without the paper's rows, whose engines are among these; and variants.
+
+    Not those that have their data elsewhere: in code, or for fine-tuning.
+    """
     files = [*EXAMPLES.glob("*.yaml"), *(EXAMPLES / "async").glob("*"), *(EXAMPLES / "moe").glob("*")]
     named = {f"`{file.relative_to(EXAMPLES)}`": (file, ()) for file in sorted(files)}
-    return named | VARIANTS
+    apart = re.compile(r"^ *(source|sft):", re.MULTILINE)
+    return {name: row for name, row in named.items() if not apart.search(row[0].read_text())} | VARIANTS
 
 
 def settings_of(file: Path, *changes: str) -> Settings:
-    """As on a GPU, with a model folder that has a config.json."""
+    """As ``train`` makes them on H100s, with a model folder that has a config.json."""
     paths = [] if "quickstart" in file.name else [f"data.path={QUICKSTART.parent / 'quickstart/train.jsonl'}"]
     settings = load_settings(file, [*paths, "device=cuda", *changes])
     model = EXAMPLES / "models" / settings.model.path.name
-    return (
-        load_settings(file, [*paths, f"model.path={model}", "device=cuda", *changes])
-        if model.is_dir()
-        else settings
-    )
+    if model.is_dir():
+        settings = load_settings(file, [*paths, f"model.path={model}", "device=cuda", *changes])
+    return settings if settings.engine.max_sequences else make_plan(settings, "h100-80").settings
 
 
 def resolve(settings: Settings, folder: Path, patch: pytest.MonkeyPatch) -> Any:
     """The final configuration of engine 0, by vLLM."""
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.entrypoints.launchers.cli_args import make_arg_parser, validate_parsed_serve_args
+    from vllm.usage.usage_lib import UsageContext
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
     for name, value in engine_environment(settings, 0, folder, "token").items():
@@ -61,7 +66,24 @@ def resolve(settings: Settings, folder: Path, patch: pytest.MonkeyPatch) -> Any:
     command = engine_command(settings, 0, folder / "socket")
     arguments = make_arg_parser(FlexibleArgumentParser()).parse_args(command[command.index("--model") :])
     validate_parsed_serve_args(arguments)
-    return AsyncEngineArgs.from_cli_args(arguments).create_engine_config()
+    # As the server: its defaults of tokens and sequences are others than those without a context.
+    return AsyncEngineArgs.from_cli_args(arguments).create_engine_config(UsageContext.OPENAI_API_SERVER)
+
+
+@pytest.mark.parametrize("asked", [False, True])
+def test_workers_add_up_by_flashinfer_if_it_is_asked_for(asked, tmp_path, monkeypatch):
+    """Here as where vLLM would take it: with its compiled kernels."""
+    import vllm.envs
+    import vllm.utils.flashinfer as flashinfer
+
+    flashinfer.has_flashinfer.cache_clear()
+    monkeypatch.setattr(flashinfer, "has_flashinfer_cubin", lambda: True)
+    fused = '--compilation-config={"pass_config": {"fuse_allreduce_rms": true}}'
+    changes = (f"engine.arguments=['{fused}']",) if asked else ()
+    settings = settings_of(EXAMPLES / "qwen3_32b_dapo_math_8k.yaml", *changes)
+    passes = resolve(settings, tmp_path, monkeypatch).compilation_config.pass_config
+    flashinfer.has_flashinfer.cache_clear()
+    assert passes.fuse_allreduce_rms == vllm.envs.VLLM_ALLREDUCE_USE_FLASHINFER == asked
 
 
 def described(config: Any) -> tuple[str, ...]:
@@ -81,6 +103,7 @@ def described(config: Any) -> tuple[str, ...]:
         "V2" if config.use_v2_model_runner else "V1",
         "asynchronous" if scheduler.async_scheduling else "synchronous",
         str(scheduler.max_num_batched_tokens) if scheduler.enable_chunked_prefill else "whole",
+        str(scheduler.max_num_seqs),
         f"{compilation.cudagraph_mode.name}, {compilation.max_cudagraph_capture_size}",
         attention,
         model.quantization or "",

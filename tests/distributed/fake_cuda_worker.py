@@ -13,7 +13,7 @@ import json
 import sys
 import traceback
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -116,7 +116,16 @@ def drive(every: list[Settings], case: dict[str, Any], folder: Path, report: Rep
         shape = replace(shape, family="qwen3_moe", experts=ExpertShape(**experts))
     mesh = start_mesh(settings.parallel)
     trainer_module.read_model_shape = lambda path: shape
-    trainer_module.load_hf_weights = lambda *_, **__: None
+
+    def load(path: Path, parameters: Iterable[tuple[str, torch.Tensor]], *_: Any, **__: Any) -> None:
+        """A held teacher is built in host memory: on the GPU it would be beside the policy."""
+        if settings.teacher is not None and path == settings.teacher.path:
+            given = list(parameters)
+            there = [name for name, p in given if p.device.type != "cpu"]
+            if there or not given:
+                report.recorder.fault(f"the teacher is built on the GPU: {there[:3]}")
+
+    trainer_module.load_hf_weights = load
     trainer = Trainer(settings, mesh, device)
     policy = trainer.policy
     batch, stage = plan_batch(settings, shape.max_positions), mesh.pipeline_rank

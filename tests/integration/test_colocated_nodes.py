@@ -55,7 +55,8 @@ def on_one_node(tmp_path_factory: pytest.TempPathFactory):
 def test_two_nodes_are_one(tmp_path: Path, on_one_node, layout: list[str], transport: str) -> None:
     run = Nodes(tmp_path, "two", 2, *MORE, *layout, f"bridge.transport={transport}").end()
     assert_same(run, on_one_node(*layout), STEPS)
-    assert re.search(r"engine \d is up.*engines sleep; starting", run.launchers[0].out.read_text(), re.DOTALL)
+    out = run.launchers[0].out.read_text()
+    assert re.search(r"engine \d is up.*engines sleep; the trainer ranks build", out, re.DOTALL)
     for index in (0, 1):
         log = run.log(f"engine_{index}")
         for tags in ("['weights']", "['kv_cache']"):

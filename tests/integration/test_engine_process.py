@@ -28,7 +28,7 @@ from tests.support.launcher import LIMIT, single_node, wait_for
 
 SERVER = """
 import http.server, os, socketserver, subprocess, sys, time, signal
-mode, path = sys.argv[1:]
+mode, path = sys.argv[1:3]
 print("starting in mode", mode, flush=True)
 if mode == "broken":
     print("RuntimeError: no such weights", flush=True)
@@ -238,3 +238,24 @@ def test_a_socket_path_that_is_too_long(
     with pytest.raises(UserError, match=r"longer than 107 bytes; set TMPDIR to a shorter one"):
         engine.start()
     assert engine.pid is None
+
+
+@pytest.mark.parametrize(("part", "seconds"), [(None, 20.0), (0, 20.0), (1, 1.0)])
+def test_a_part_without_a_server_gets_no_time_for_requests(
+    settings: Settings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, part: int | None, seconds: float
+) -> None:
+    """Of itself vLLM waits 5 s for workers, which do not hear it, and 4 s more."""
+    engine = make(settings, tmp_path, "deaf", monkeypatch)
+    if part is not None:
+        engine.span(2, part, ("127.0.0.1", 1))
+    engine.start()
+    wait_healthy(engine, 20)
+    engine.note_answer()
+    clock = [0.0]
+
+    def sleep(duration: float) -> None:
+        clock[0] += duration
+
+    monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: clock[0], sleep=sleep))
+    engine.stop(grace=20.0)
+    assert seconds <= clock[0] < seconds + 0.2

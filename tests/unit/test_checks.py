@@ -414,6 +414,24 @@ def test_what_does_not_fit_is_refused_by_all(config_file, capsys, monkeypatch) -
     assert "warning: rpg-megatron plan: a trainer rank needs" in capsys.readouterr().err
 
 
+def test_a_run_on_gpus_has_what_plan_chooses(config_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that its folder, the sampler and engines on all nodes have one number."""
+    gpu = ["device=cuda", "bridge.transport=cuda_ipc", "engine.max_sequences=null"]
+    settings = load_settings(config_file, [*gpu, "training.share_prompts=auto", "precision.dtype=bfloat16"])
+    monkeypatch.setattr(train_command, "gpu_memory", lambda: "80GiB")
+    chosen, planned = train_command.with_choices(settings), make_plan(settings, "80GiB").settings
+    assert chosen.engine.max_sequences == planned.engine.max_sequences
+    assert planned.engine.max_sequences is not None
+    assert chosen.training.share_prompts == planned.training.share_prompts is not True
+    fixed = settings.changed(engine={"max_sequences": 7}, training={"share_prompts": True})
+    assert train_command.with_choices(fixed) == fixed
+    monkeypatch.setattr(train_command, "gpu_memory", lambda: None)
+    assert train_command.with_choices(settings) is settings
+    cpu = load_settings(config_file, ["engine.max_sequences=null"])
+    monkeypatch.setattr(train_command, "gpu_memory", lambda: "80GiB")
+    assert train_command.with_choices(cpu) is cpu
+
+
 def test_a_dry_run_on_two_nodes(config_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
     spread = ["parallel.data=2", "engine.replicas=2", "bridge.transport=process_group"]
     settings = load_settings(config_file, spread)

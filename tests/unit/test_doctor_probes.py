@@ -108,6 +108,38 @@ def test_a_node_needs_the_cards_of_its_own_share(
         assert check.found.endswith("4 are visible")
 
 
+@pytest.mark.parametrize(
+    ("fused", "tools", "verdict", "found"),
+    [
+        (False, (), "ok", "not installed; not needed, since FlashInfer's all-reduces are off"),
+        (False, ("nvcc",), "ok", "nvcc; not needed, since FlashInfer's all-reduces are off"),
+        (True, ("nvcc", "ninja"), "ok", "nvcc, for FlashInfer's all-reduces (engine.arguments)"),
+        (True, ("nvcc",), "failed", "need nvcc and ninja, of which one is missing"),
+        (True, ("ninja",), "failed", "need nvcc and ninja, of which one is missing"),
+    ],
+)
+def test_nvcc_is_needed_for_flashinfers_all_reduces(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    config_file: Path,
+    fused: bool,
+    tools: tuple[str, ...],
+    verdict: str,
+    found: str,
+) -> None:
+    for tool in tools:
+        (tmp_path / "bin").mkdir(exist_ok=True)
+        (tmp_path / "bin" / tool).write_text("#!/bin/sh\n")
+        (tmp_path / "bin" / tool).chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path / "bin"))
+    monkeypatch.setenv("CUDA_HOME", str(tmp_path))
+    arguments = f"engine.arguments=['-cc.pass_config.fuse_allreduce_rms={str(fused).lower()}']"
+    settings = load_settings(config_file, ["device=cuda", "engine.tensor=2", arguments])
+    check = gpu._nvcc(Subject(settings, None))
+    assert check.verdict == verdict
+    assert check.found.endswith(found)
+
+
 def test_versions_are_those_of_the_installed_package() -> None:
     cpu = {r.name: str(r.specifier) for r in requirements("cpu")}
     assert cpu["torch"] == "==2.13.0"

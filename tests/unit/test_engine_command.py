@@ -135,11 +135,63 @@ def test_colocated_engines_have_the_ranks_gpus_and_can_sleep(config_file: Path, 
     assert [assign_node(settings, 0, 1).gpus(settings, i) for i in (0, 1)] == [[0, 1, 2, 3], [1, 0, 2, 3]]
     command = engine_command(settings, 0, tmp_path / "e.sock")
     assert "--enable-sleep-mode" in command
+    assert "--sleep-mode-offload-cudagraph" in command  # graphs are in host memory, too
+    assert {"--sleep-mode-offload-cudagraph", "--compilation-config"} <= option_names()
     assert command[command.index("--kv-cache-memory-bytes") + 1] == str(2 * 1024**3)
     on_cpu = engine_command(load_settings(config_file, overrides), 0, tmp_path / "e.sock")
     assert "--enable-sleep-mode" not in on_cpu  # vLLM refuses it there
     with pytest.raises(UserError, match=r"6 engine workers .* share the GPUs of 4 trainer ranks"):
         load_settings(config_file, [*gpu, "engine.replicas=3", "engine.tensor=2"])
+
+
+FUSED = "fuse_allreduce_rms"
+OFF = ["--compilation-config", '{"pass_config": {"fuse_allreduce_rms": false}}']
+
+
+@pytest.mark.parametrize(
+    ("overrides", "arguments", "ours", "variable"),
+    [
+        (["engine.tensor=2"], [], True, "0"),
+        (["engine.tensor=2"], [f"-cc.pass_config.{FUSED}=false"], True, "0"),
+        (["engine.tensor=2"], [f"--compilation-config.pass_config.{FUSED}", "True"], False, "1"),
+        (
+            ["engine.tensor=2"],
+            ["--compilation-config", f'{{"pass_config": {{"{FUSED}": true}}}}'],
+            False,
+            "1",
+        ),
+        (["engine.tensor=1"], [f"-cc.pass_config.{FUSED}=true"], False, "0"),
+        (["engine.tensor=2", "device=cpu"], [], False, None),
+    ],
+)
+def test_flashinfers_all_reduces_are_off_unless_the_settings_ask(
+    config_file: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    overrides: list[str],
+    arguments: list[str],
+    ours: bool,
+    variable: str | None,
+) -> None:
+    """VLLM would take them where it finds a compiler, which differs from node to node."""
+    monkeypatch.delenv("VLLM_ALLREDUCE_USE_FLASHINFER", raising=False)
+    settings = load_settings(config_file, ["device=cuda", *overrides, f"engine.arguments={arguments}"])
+    check_engine_arguments(settings)
+    command = engine_command(settings, 0, tmp_path / "e.sock")
+    given = command[: len(command) - len(arguments)]
+    assert (given[-2:] == OFF) == ours
+    assert (OFF[0] in given) == ours
+    environment = engine_environment(settings, 0, tmp_path, "secret")
+    assert environment.get("VLLM_ALLREDUCE_USE_FLASHINFER") == variable
+
+
+@pytest.mark.parametrize("argument", ["-cc.mode=3", "--compilation-config={}", "--compilation_c"])
+def test_a_compilation_config_must_choose_all_reduces(config_file: Path, argument: str) -> None:
+    """It replaces ours as a whole, so that vLLM would choose."""
+    one = [f"engine.arguments=[{argument!r}]", "device=cuda"]
+    check_engine_arguments(load_settings(config_file, one))
+    with pytest.raises(UserError, match=r"replaces our choice of all-reduces; add .*fuse_allreduce_rms"):
+        check_engine_arguments(load_settings(config_file, [*one, "engine.tensor=2"]))
 
 
 def test_context_is_capped_by_the_model(config_file: Path) -> None:

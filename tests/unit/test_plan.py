@@ -18,7 +18,7 @@ import yaml
 
 from rpg_megatron import cli
 from rpg_megatron.commands.plan.activations import StageActivations, expert_rows, in_flight
-from rpg_megatron.commands.plan.engine_memory import GRAPHS, engine_memory, worker_parameters
+from rpg_megatron.commands.plan.engine_memory import CONTEXT, engine_memory, worker_parameters
 from rpg_megatron.commands.plan.gpus import gpu_bytes
 from rpg_megatron.commands.plan.layout import count_gpus, plan_batch
 from rpg_megatron.commands.plan.plan import Target, make_plan, plan_for, smallest, sweep
@@ -30,6 +30,7 @@ from rpg_megatron.commands.plan.trainer_memory import (
 from rpg_megatron.config import ModelShape, Settings, UserError, load_settings, read_model_shape
 from rpg_megatron.config.policy import ParallelSettings
 from rpg_megatron.data.packing import plan_batches
+from rpg_megatron.engine.command import engine_command
 
 GIB = 1024**3
 
@@ -153,7 +154,7 @@ def test_a_shared_card_is_counted_turn_by_turn(write: Callable[..., Path], capsy
     rest = plan.engine.running + RESERVE
     nccl = 3 * 518 * 1024**2  # all ranks, twice, and data x context
     assert plan.turns["rollout"] == 2 * weights + 20 * GIB + rest + nccl
-    assert plan.turns["update"] == apart.largest.peak + GRAPHS + RESERVE
+    assert plan.turns["update"] == apart.largest.peak + CONTEXT + RESERVE
     # A worker reads the replica on its own card. With two cards, the other card's worker reads here too.
     cut = plan_of(write(QWEN3_8B, parallel={"tensor": 2}, engine=colocated, **ipc), "b200-180")
     far = {"bridge": {"transport": "process_group"}}
@@ -189,6 +190,89 @@ def test_a_shared_card_is_counted_turn_by_turn(write: Callable[..., Path], capsy
     assert json.loads(capsys.readouterr().out)["card"]["turns"]["update"] < gpu_bytes("h100-80")
 
 
+def test_all_reduces_of_engines_hold_memory_also_asleep(write: Callable[..., Path], capsys) -> None:
+    """VLLM's own always, FlashInfer's workspace where engine.arguments ask for it."""
+    engine = {"colocated": True, "replicas": 1, "kv_cache_gib": 20}
+    fused = {"arguments": ["--compilation-config", '{"pass_config": {"fuse_allreduce_rms": true}}']}
+
+    def of(tensor: int, **more: object) -> tuple[int, int, str]:
+        settings = {"parallel": {"tensor": tensor}, "bridge": {"transport": "cuda_ipc"}}
+        file = write(QWEN3_8B, engine={**engine, "tensor": tensor, **more}, **settings)
+        plan = plan_of(file, "b200-180")
+        (asleep,) = (p.nbytes for p in plan.shared_gpu if p.name == "engine asleep: context, NCCL")
+        capsys.readouterr()
+        with pytest.raises(SystemExit):
+            cli.main(["plan", str(file), "--gpu", "b200-180"])
+        return plan.engine.running, asleep, re.sub(r"\s+", " ", capsys.readouterr().out)
+
+    one, two, four, with_flashinfer = of(1), of(2), of(4), of(2, **fused)
+    assert one[1] == CONTEXT
+    assert "all-reduces" not in one[2]
+    assert two[1] == CONTEXT + communicator_bytes(2, 2, large=True) + 192 * 1024**2
+    assert four[1] == CONTEXT + communicator_bytes(4, 4, large=True) + 192 * 1024**2
+    assert [a - b for a, b in zip(with_flashinfer[:2], two[:2], strict=True)] == [512 * 1024**2] * 2
+    assert "all-reduces are vLLM's, without nvcc" in two[2]
+    assert "all-reduces are FlashInfer's, compiled with nvcc" in with_flashinfer[2]
+
+
+def test_the_number_of_sequences_follows_from_memory(write: Callable[..., Path]) -> None:
+    """147,456 bytes a token, 8,192 + 1,024 tokens: a quarter of them are 324 MiB."""
+
+    def plan(gib: float, config: dict[str, object] = QWEN3_8B, **settings: Any):
+        engine = {"colocated": True, "replicas": 2, "kv_cache_gib": gib} | settings.pop("engine", {})
+        more = {"data": {"path": "d", "max_prompt_tokens": 1024}, "bridge": {"transport": "cuda_ipc"}}
+        rollout = {"max_response_tokens": 8192, "prompts_per_step": 512, "samples_per_prompt": 8}
+        more |= {"training": {"minibatches": 1}, "parallel": {"data": 2}}
+        file = write(config, engine=engine, rollout=rollout | settings, **more)
+        return plan_of(file, "b200-180")
+
+    def chosen(*arguments: Any, **settings: Any) -> int | None:
+        return plan(*arguments, **settings).settings.engine.max_sequences
+
+    assert chosen(36) == 36 * GIB // (2304 * 147_456) // 8 * 8 == 112
+    assert chosen(18) == 56
+    assert chosen(2) == 6  # fewer than eight
+    assert chosen(36, prompts_per_step=8) == 32  # all of an engine's share of a step
+    assert chosen(36, prompts_per_step=8, dynamic={"oversample": 1.5}) == 48
+    assert chosen(36, engine={"max_sequences": 300}) == 300
+    small = QWEN3_8B | {"num_key_value_heads": 1, "num_hidden_layers": 2}
+    assert chosen(36, small) == 1024  # vLLM's own default
+    apart = {"colocated": False}
+    assert chosen(36, engine=apart) > chosen(36)  # by what vLLM leaves of the GPU, not by kv_cache_gib
+    of_cpu = write(QWEN3_8B, device="cpu")
+    assert make_plan(load_settings(of_cpu)).settings.engine.max_sequences is None
+    assert load_settings(of_cpu).engine.most_sequences == 256
+    command = engine_command(plan(36).settings, 0, Path("socket"))
+    assert command[command.index("--max-num-seqs") + 1] == "112"
+
+
+def test_prompts_are_shared_on_a_gpu_where_it_pays(write: Callable[..., Path], capsys) -> None:
+    """Their attention takes twice as long. Of 1,024 + 8,192 tokens of an 8B it is 1,655 tokens' worth."""
+
+    def of(response: int, samples: int = 8, share: object = "auto", config: dict[str, object] = QWEN3_8B):
+        rollout = {"max_response_tokens": response, "samples_per_prompt": samples}
+        data = {"path": "d", "max_prompt_tokens": 1024}
+        file = write(config, data=data, rollout=rollout, training={"share_prompts": share})
+        capsys.readouterr()
+        with pytest.raises(SystemExit):
+            cli.main(["plan", str(file), "--gpu", "b200-180"])
+        (row,) = (line for line in capsys.readouterr().out.splitlines() if "(training.share_prompts)" in line)
+        plan = plan_of(file)
+        each = (1024 + response) ** 2 / plan.shape.attention_length
+        pays = each <= 1024 * (1 - 1 / samples)
+        return plan.settings.training.share_prompts, pays, "not shared" not in row
+
+    assert of(8192) == (False, False, False)
+    assert of(2048) == ("auto", True, True)
+    assert of(5120, 2) == (False, False, False)  # one of two prompts is saved
+    assert of(5120, 16) == ("auto", True, True)
+    assert of(2048, config=QWEN3_06B) == (False, False, False)  # more of a small model is attention
+    assert of(8192, share=True) == (True, False, True)
+    assert of(2048, share=False) == (False, True, False)
+    cpu = load_settings(write(QWEN3_8B, device="cpu", training={"share_prompts": "auto"}))
+    assert make_plan(cpu).settings.training.share_prompts == "auto"
+
+
 def test_on_a_cpu_taking_turns_costs_memory(write: Callable[..., Path]) -> None:
     """Parked optimizer state needs a second allocation there; the first is free only while engines sample."""
     cpu = {"device": "cpu", "precision": {"dtype": "float32"}}
@@ -204,14 +288,15 @@ def test_on_a_cpu_taking_turns_costs_memory(write: Callable[..., Path]) -> None:
 
 
 def test_vllm_arguments_are_read(write: Callable[..., Path]) -> None:
-    plan = plan_of(write(LLAMA_8B))
+    fixed = {"max_sequences": 256}
+    plan = plan_of(write(LLAMA_8B, engine=fixed))
     assert plan.engine.utilisation == 0.92
     for arguments in (
         ["--gpu-memory-utilization", "0.5"],
         ["--gpu_memory_utilization=0.5"],
         ["--gpu-memory-utilization=0.7", "--gpu-memory-utilization", "0.5"],  # vLLM uses the last one
     ):
-        less = plan_of(write(LLAMA_8B, engine={"arguments": arguments}))
+        less = plan_of(write(LLAMA_8B, engine=fixed | {"arguments": arguments}))
         assert less.engine.utilisation == 0.5
         assert plan.engine.kv_cache - less.engine.kv_cache == pytest.approx(
             0.42 * gpu_bytes("h100-80"), abs=2
@@ -373,7 +458,7 @@ def test_tables_fit_80_columns_and_do_not_wrap_in_a_pipe(write: Callable[..., Pa
         printed[columns] = [line for line in process.stdout.splitlines() if not line.startswith("best:")]
     assert max(map(len, printed["80"])) <= 80
     # Without a width a row is one line, so that grep and a log show it whole.
-    facts = ("fits,", "", "model", "policy", "layers", "engines", "GPUs", "step", "update")
+    facts = ("fits,", "", "model", "policy", "layers", "engines", "GPUs", "prompts", "step", "update")
     assert [line.partition(" ")[0] for line in printed[""][: len(facts)]] == list(facts)
 
 

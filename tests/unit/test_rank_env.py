@@ -60,6 +60,16 @@ def test_an_optimizer_in_host_memory_has_the_nodes_cores(environments) -> None:
     ]
 
 
+def test_ranks_compile_kernels_in_their_own_process(environments, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Torch's compiler would start 32 processes in each of the eight ranks of a node."""
+    name = "TORCHINDUCTOR_COMPILE_THREADS"
+    monkeypatch.delenv(name, raising=False)
+    assert {e[name] for e in environments("parallel.data=8")} == {"1"}
+    assert all(name not in e for e in environments("device=cpu"))
+    monkeypatch.setenv(name, "4")
+    assert {e[name] for e in environments("parallel.data=8")} == {"4"}
+
+
 def test_engines_and_ranks_share_the_cores_of_a_cpu(environments, config_file: Path) -> None:
     """If they work at the same time: a product whose threads wait for a core takes several times as long."""
     cpu = ["device=cpu", "precision.dtype=float32", "parallel.data=2"]

@@ -17,8 +17,10 @@ from pathlib import Path
 from rpg_megatron.commands.doctor.packages import import_torch
 from rpg_megatron.commands.doctor.probe import Check, Subject, failed, not_applicable, of_message, ok, warning
 from rpg_megatron.config import UserError
+from rpg_megatron.engine.arguments import uses_flashinfer
 
-GPU_LINES = ("driver", "CUDA", "NCCL", "peer access", "CUDA IPC", "locked memory", "C compiler", "InfiniBand")
+_OF_CUDA = ("driver", "CUDA", "NCCL", "peer access", "CUDA IPC")
+GPU_LINES = (*_OF_CUDA, "locked memory", "C compiler", "nvcc", "InfiniBand")
 OLDEST_DRIVER = 580
 """The first driver for CUDA 13, which torch 2.13 is built with."""
 _PTRACE_SCOPE = Path("/proc/sys/kernel/yama/ptrace_scope")
@@ -68,6 +70,7 @@ def probe_gpus(subject: Subject) -> Iterator[Check]:
     yield _ipc(subject)
     yield _locked_memory()
     yield _compiler()
+    yield _nvcc(subject)
     yield _infiniband()
 
 
@@ -151,6 +154,18 @@ def _compiler() -> Check:
             fix,
         )
     return ok("C compiler", f"{cc}, with Python.h")
+
+
+def _nvcc(subject: Subject) -> Check:
+    """CUDA's compiler, where FlashInfer looks for it."""
+    home = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH")
+    found = shutil.which(f"{home}/bin/nvcc") if home else shutil.which("nvcc")
+    if subject.settings is None or not uses_flashinfer(subject.settings):
+        return ok("nvcc", f"{found or 'not installed'}; not needed, since FlashInfer's all-reduces are off")
+    if found and shutil.which("ninja"):
+        return ok("nvcc", f"{found}, for FlashInfer's all-reduces (engine.arguments)")
+    fix = "install both and set CUDA_HOME, or remove fuse_allreduce_rms from engine.arguments"
+    return failed("nvcc", "FlashInfer's all-reduces need nvcc and ninja, of which one is missing", fix)
 
 
 def _infiniband() -> Check:

@@ -88,7 +88,7 @@ async def _evaluate(settings: Settings, checkpoint: Path, folder: Path, work: Pa
     try:
         # The launcher restarts no engine of an evaluation.
         pool = EnginePool(settings.engine.model_copy(update={"restarts": 0}), engines, work)
-        heldout = HeldOut(settings, Dispatcher(pool, [worker], settings.engine.max_sequences), prompts)
+        heldout = HeldOut(settings, Dispatcher(pool, [worker], settings.engine.most_sequences), prompts)
         if len(finished) < total:
             await run_all([engine.wait_ready(settings.engine.start_timeout) for engine in engines])
             for engine in engines:

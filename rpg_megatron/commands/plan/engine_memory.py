@@ -22,6 +22,7 @@ from rpg_megatron.commands.plan.trainer_memory import (
 )
 from rpg_megatron.config import ModelShape, Settings, UserError
 from rpg_megatron.config.rollout import BUCKET_BYTES
+from rpg_megatron.engine.arguments import uses_flashinfer
 from rpg_megatron.engine.command import kv_bytes_per_token
 from rpg_megatron.engine.hybrid_cache import hybrid_cache
 from rpg_megatron.models.lora import AdapterMapping
@@ -36,8 +37,15 @@ UTILISATION = 0.92
 GRAPHS = 1024**3
 """CUDA context and graphs of a worker; not measured, a rule of thumb."""
 CONTEXT = 512 * 1024**2
-"""CUDA context of a process on another GPU that reads this GPU's memory by CUDA IPC; not measured, a rule of
-thumb."""
+"""CUDA context of a process; not measured, a rule of thumb."""
+ALL_REDUCE = 192 * 1024**2
+"""Most buffers of vLLM's own all-reduces on Hopper, from its sources (``custom_all_reduce.py`` and
+``symm_mem.py``): 8 + 8 + 16 + 96 MiB, and 64 of torch's symmetric memory. They stay while it sleeps."""
+FLASHINFER = {2: 512 * 1024**2, 4: 32 * 1024**2, 8: 16 * 1024**2}
+"""Most workspace of FlashInfer's by number of workers, on Hopper: 4 buffers of each worker's largest message
+(64, 2 and 0.5 MiB; vLLM's ``allreduce_rms_fusion.py``). It stays, too."""
+MOST_SEQUENCES = 1024
+"""The most that is chosen for ``engine.max_sequences``: vLLM's default on an H100."""
 SERVER = 1800 * 1024**2
 """On a CPU: an engine's three processes without weights and KV cache; measured: about 1.7 GB."""
 
@@ -82,8 +90,8 @@ class EngineMemory:
 
     @property
     def asleep(self) -> int:
-        """Bytes in host memory while it sleeps: with adapters its weights, which are published only once."""
-        return self.weights + self.adapters if self.adapters else 0
+        """Bytes in host memory while it sleeps: graphs; with adapters its weights, published only once."""
+        return GRAPHS - CONTEXT + (self.weights + self.adapters if self.adapters else 0)
 
     @property
     def kv_tokens(self) -> int:
@@ -124,14 +132,35 @@ def engine_memory(
         batched = int(_argument(engine.arguments, "--max-num-batched-tokens", 8192))
         links = link_bytes(settings, gpus)[1] * settings.parallel.tensor * settings.parallel.pipeline
         buckets = (BUCKET_BYTES + links) * (grouped and not engine.colocated)  # colocated: in host memory
-        running = GRAPHS + communicator_bytes(engine.tensor, gpus.per_node, large=True)
+        running = GRAPHS + _all_reduce(settings, gpus.per_node)
         running += batched * item * _activations(shape, engine.tensor)
         # Float32 logits, and a sorted or exponentiated copy.
-        running += min(engine.max_sequences, batched) * shape.vocab_size * 4 * 2
+        running += min(engine.most_sequences, batched) * shape.vocab_size * 4 * 2
     if device == "cuda" and not engine.colocated:
         utilisation = float(_argument(engine.arguments, "--gpu-memory-utilization", UTILISATION))
         kv_cache = int(utilisation * gpu_bytes) - weights - adapters - running
     return EngineMemory(weights, adapters, running, kv_cache, buckets, kv_bytes, longest, utilisation, state)
+
+
+def choose_sequences(settings: Settings, memory: EngineMemory) -> int:
+    """``engine.max_sequences`` if it is null: as many of a quarter of the full length as the KV cache holds.
+
+    That is the mean of running ones, if responses are 0.4 of their limit. Many more would be preempted and
+    computed again. At most an engine's share of a step, and ``MOST_SEQUENCES``; in eights, as CUDA graphs.
+    """
+    rollout = settings.rollout
+    drawn = rollout.prompts_per_step * (rollout.dynamic.oversample if rollout.dynamic else 1)
+    of_steps = math.ceil(drawn * (1 + rollout.ahead) / max(1, settings.engine.replicas))
+    held = int(memory.sequences(memory.sequence_tokens / 4))
+    most = min(held, of_steps * rollout.samples_per_prompt, MOST_SEQUENCES)
+    return max(1, most - most % 8 or most)
+
+
+def _all_reduce(settings: Settings, per_node: int) -> int:
+    """Bytes of a worker with which engines add up numbers of several GPUs; they stay while it sleeps."""
+    tensor = settings.engine.tensor
+    fused = FLASHINFER.get(tensor, 0) * uses_flashinfer(settings)
+    return communicator_bytes(tensor, per_node, large=True) + ALL_REDUCE * (tensor > 1) + fused
 
 
 def _activations(shape: ModelShape, tensor: int) -> int:
@@ -190,7 +219,7 @@ def share_gpu(
 
     While engines sample, the rank keeps its weights; gradients are freed, and the optimizer state is in host
     memory. While the rank computes (log-probs, updates, checkpoints), the engine keeps only its context and
-    graphs. Starting needs no more: the engines start alone, and the ranks when the engines sleep.
+    the buffers of all-reduces. Starting needs no more: ranks allocate when the engines sleep.
     """
     weights = sum(part.nbytes for part in rank.parts if part.name in ("parameters", SERVED, MERGED))
     nccl = sum(part.nbytes for part in rank.parts if part.name == NCCL)
@@ -198,13 +227,13 @@ def share_gpu(
     replica = settings.parallel.tensor * settings.parallel.pipeline
     workers = min(settings.engine.replicas * settings.engine.tensor, replica, gpus.per_node)
     readers = CONTEXT * (workers - 1) if settings.bridge.transport == "cuda_ipc" else 0
-    asleep = GRAPHS + communicator_bytes(*[settings.engine.tensor] * 2, large=True)
+    asleep = CONTEXT + _all_reduce(settings, settings.engine.tensor)
     parts = [
         *(replace(p, name=f"engine: {p.name}", phase="rollout") for p in engine.parts if p.phase != "sync"),
         MemoryPart("rank: parameters", weights, "exact", "rollout"),
         MemoryPart("rank: NCCL buffers", nccl, "estimated", "rollout"),
         MemoryPart("rank: peak", rank.peak, "estimated", "update"),
-        MemoryPart("engine asleep: context, graphs, NCCL", asleep, "estimated", "update"),
+        MemoryPart("engine asleep: context, NCCL", asleep, "estimated", "update"),
         MemoryPart("rank: CUDA context, reserve", RESERVE, "estimated"),
         MemoryPart("contexts of engines that read here", readers, "estimated"),
     ]

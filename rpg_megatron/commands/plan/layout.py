@@ -218,3 +218,14 @@ def count_gpus(settings: Settings, per_node: int = 8) -> Gpus:
             return Gpus(total, trainer, workers, engine.colocated, nodes, "", per_node)
         why = why or f"on {count} nodes, one would have {used}"
     return Gpus(total, trainer, workers, engine.colocated, (), why, per_node)
+
+
+def sharing_pays(settings: Settings, shape: ModelShape) -> bool:
+    """Whether shared prompts save more on a GPU than they cost, in sequences of full length.
+
+    Saved are a group's products for all prompts but one. Attention is FlashAttention 2's instead of cuDNN's,
+    which takes about twice as long on Hopper.
+    """
+    prompt, samples = settings.data.max_prompt_tokens, settings.rollout.samples_per_prompt
+    tokens = prompt + settings.rollout.max_response_tokens
+    return prompt * (1 - 1 / samples) >= tokens**2 / shape.attention_length

@@ -13,11 +13,12 @@ from rpg_megatron.commands.plan.activations import Device, Recompute, StageActiv
 from rpg_megatron.commands.plan.engine_memory import (
     SERVER,
     EngineMemory,
+    choose_sequences,
     engine_memory,
     share_gpu,
 )
 from rpg_megatron.commands.plan.gpus import DEFAULT, find_gpu, gpu_bytes, machine_bytes
-from rpg_megatron.commands.plan.layout import BatchPlan, Gpus, count_gpus, plan_batch
+from rpg_megatron.commands.plan.layout import BatchPlan, Gpus, count_gpus, plan_batch, sharing_pays
 from rpg_megatron.commands.plan.trainer_memory import (
     IMPORTS,
     RESERVE,
@@ -30,6 +31,7 @@ from rpg_megatron.commands.plan.trainer_memory import (
 )
 from rpg_megatron.config import ModelShape, Settings, UserError, read_model_shape
 from rpg_megatron.config.errors import gib
+from rpg_megatron.engine.hybrid_cache import hybrid_cache
 from rpg_megatron.launcher.checks import LAYOUT, CheckedRun, run_checks
 from rpg_megatron.launcher.nodes import span_note
 from rpg_megatron.models.lora import AdapterMapping
@@ -122,6 +124,8 @@ class Plan:
             ("an engine worker needs", worker, "; lower --gpu-memory-utilization in engine.arguments"),
         )
         more = "engine.tensor" if engine.utilisation else "engine.kv_cache_gib"
+        most, cache = settings.engine.most_sequences, hybrid_cache(settings, self.shape)
+        blocks = max(0, engine.kv_cache) // cache.block_bytes if cache else most
         return told(
             {
                 f"ranks and engines cannot be placed on nodes of {target.per_node} GPUs: {self.gpus.why}": (
@@ -137,6 +141,8 @@ class Plan:
                 },
                 f"an engine worker needs {gib(engine.total - engine.buckets)} without a KV cache, and vLLM "
                 f"uses {engine.utilisation or 0:.0%} of {has}; raise engine.tensor": uncached,
+                f"engine.max_sequences is {most}, and the KV cache has {blocks} blocks for recurrent states, "
+                f"so vLLM does not start; lower it to {blocks}": self.on_gpu and 0 < blocks < most,
                 f"the KV cache holds {engine.kv_tokens:,} tokens, one sequence may have "
                 f"{engine.sequence_tokens:,}; raise {more} or lower rollout.max_response_tokens": (
                     settings.engine.replicas and engine.kv_cache >= 0 and engine.full_sequences < 1
@@ -149,12 +155,13 @@ class Plan:
         """What to know although the run may fit."""
         settings, engine, batch, worst = self.settings, self.engine, self.batch, self.routed_to_one
         engines, replicas = settings.engine.replicas, settings.parallel.data * settings.parallel.context
-        running = min(settings.engine.max_sequences, -(-batch.sequences // max(1, engines)))
+        running = min(settings.engine.most_sequences, -(-batch.sequences // max(1, engines)))
         parts = -(-settings.engine.tensor // self.target.per_node) if self.on_gpu else 1
         verdict = "also fits" if worst <= self.left else "does not fit"
         of_plan = {
             f"the KV cache holds {engine.full_sequences:.0f} sequences of full length, but {running} may run "
-            "at once: vLLM will preempt and recompute some": engines and 1 <= engine.full_sequences < running,
+            "at once: vLLM will preempt and recompute some": engines
+            and 1 <= engine.full_sequences < running / 4,
             f"pipeline ranks idle for {batch.pipeline_idle:.0%} of an update with {batch.microbatches} "
             "micro-batches; lower training.tokens_per_microbatch or training.minibatches": (
                 batch.pipeline_idle > 0.25
@@ -269,7 +276,12 @@ def plan_for(settings: Settings, shape: ModelShape, target: Target) -> Plan:
     engine = engine_memory(
         settings, shape, gpus, longest=batch.context, device=device, gpu_bytes=target.nbytes
     )
-    asleep = engine.asleep if shared else 0
+    if on_gpu and settings.training.share_prompts == "auto" and not sharing_pays(settings, shape):
+        return plan_for(settings.changed(training={"share_prompts": False}), shape, target)
+    if on_gpu and settings.engine.max_sequences is None:
+        chosen = choose_sequences(settings, engine)
+        return plan_for(settings.changed(engine={"max_sequences": chosen}), shape, target)
+    asleep = engine.asleep if shared and on_gpu else 0
     host = host_memory(settings, shape, batch, ranks, gpus, on_gpu=on_gpu, asleep=asleep)
     cards = [share_gpu(settings, rank, engine, gpus) for rank in ranks if shared and on_gpu]
     gpu = max(cards, key=lambda parts: max(phase_peaks(parts).values()), default=())

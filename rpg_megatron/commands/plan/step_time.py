@@ -246,7 +246,7 @@ def _rollout(case: _Case, batches: int) -> tuple[list[Phase], float]:
 
     # Keys and values of a response at a random moment of its decoding, which long ones have more of.
     context = case.prompt + case.spread * case.response / 2
-    batch = max(1.0, min(engine.max_sequences, batches * sequences, memory.sequences(context)))
+    batch = max(1.0, min(engine.most_sequences, batches * sequences, memory.sequences(context)))
     read, computed = token(batch, context, assumed.decode_efficiency)
     response = case.response * (max(read, computed) + fixed)
     seconds = sequences / batch * response

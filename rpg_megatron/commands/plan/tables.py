@@ -21,6 +21,7 @@ from rpg_megatron.commands.plan.run_cost import Job, cost_lines, cost_of
 from rpg_megatron.commands.plan.step_time import StepTime
 from rpg_megatron.commands.plan.trainer_memory import IMPORTS, RESERVE, MemoryPart
 from rpg_megatron.config.errors import gib
+from rpg_megatron.engine.arguments import reduces_on_gpus, uses_flashinfer
 
 Row = tuple[str, ...]
 
@@ -128,7 +129,10 @@ def _facts(plan: Plan) -> Iterator[tuple[str, str]]:
     own = f"Megatron's own, {settings.precision.dtype}"
     yield "layers", own if plan.implementation == "local" else f"Transformer Engine's, {kind}"
     if settings.engine.replicas:
-        yield "engines", f"{settings.engine.replicas} x TP {settings.engine.tensor}"
+        sizes = f"{settings.engine.replicas} x TP {settings.engine.tensor}, each with up to "
+        sizes += f"{settings.engine.most_sequences:,} sequences at once"
+        reduces = "FlashInfer's, compiled with nvcc" if uses_flashinfer(settings) else "vLLM's, without nvcc"
+        yield "engines", sizes + f"; all-reduces are {reduces}" * reduces_on_gpus(settings)
     if plan.on_gpu:
         yield "GPUs", _gpus(plan.gpus)
     samples, updates = settings.rollout.samples_per_prompt, batch.updates
@@ -136,6 +140,8 @@ def _facts(plan: Plan) -> Iterator[tuple[str, str]]:
         f"{batch.prompts:,} prompts x {samples} = {batch.sequences:,} responses, in {updates} updates of "
         f"{batch.sequences_per_update:,}{f' ({passes} passes)' * (passes > 1)}"
     )
+    if plan.on_gpu and not sft and samples > 1:
+        yield "prompts", f"{'' if settings.training.share_prompts else 'not '}shared (training.share_prompts)"
     yield "step", f"one update on {batch.sequences:,} conversations" if sft else of_rollouts
     yield (
         "update",

@@ -319,7 +319,7 @@ def host_memory(
     steps = 1 + settings.rollout.ahead
     table = {
         f"of {here} rank{'s' * (here > 1)}": kept,
-        f"weights of sleeping engines, {workers} worker{'s' * (workers > 1)}": workers * asleep,
+        f"of sleeping engines, {workers} worker{'s' * (workers > 1)}": workers * asleep,
         f"{f'{steps} steps' if steps > 1 else 'the step'}: sampler, {leaders} "
         f"leader{'s' * (leaders > 1)}": steps * step + shares,
     }
