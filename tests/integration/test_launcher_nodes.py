@@ -38,25 +38,27 @@ def test_a_run_that_ends_well_ends_everywhere(pair) -> None:
     assert (nodes.out(0).count(note), nodes.out(1).count(note)) == (1, 0)
 
 
-def test_colocated_ranks_start_when_all_engines_sleep(pair) -> None:
-    """Engines and ranks that build themselves at the same time may need more memory than a GPU has."""
+def test_colocated_ranks_start_beside_engines_which_are_put_to_sleep(pair) -> None:
+    """Ranks that build themselves while engines start may need more memory than a GPU has: they wait
+    (tests/unit/test_start_side_by_side.py) until the launcher says that all engines sleep.
+    """
     nodes = pair(rank_0=WELL, rank_1=WELL)
     nodes.begin("engine.colocated=true", acts=7)
     assert "network" not in nodes.out(0)  # by cluster.min_bandwidth=0
-    assert sorted(nodes.acted()[:3]) == ["engine_0", "engine_1", "sampler"]
-    assert sorted(nodes.acted()[3:5]) == ["sleep_0", "sleep_1"]
-    assert sorted(nodes.acted()[5:]) == ["rank_0", "rank_1"]
+    started, asleep = ["engine_0", "engine_1", "rank_0", "rank_1", "sampler"], ["sleep_0", "sleep_1"]
+    assert sorted(nodes.acted()) == started + asleep
     nodes.go()
     assert nodes.finish() == [0, 0], nodes.logs()
+    assert "engines sleep; the trainer ranks build the model" in nodes.out(0)
 
 
 def test_an_engine_that_does_not_sleep_ends_the_run(pair, tmp_path: Path) -> None:
     nodes = pair()
     (tmp_path / "refuses").touch()
-    nodes.begin("engine.colocated=true", acts=5)
+    nodes.begin("engine.colocated=true", acts=6)
     assert nodes.finish() == [1, 1], nodes.logs()
     assert nodes.err(0).startswith("error: engine 0 did not go to sleep: /sleep answered 500")
-    assert not any(name.startswith("rank") for name in nodes.acted())
+    assert "ranks build" not in nodes.out(0)
 
 
 def test_a_rank_that_dies_on_the_other_node_is_named(pair) -> None:
