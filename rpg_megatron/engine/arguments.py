@@ -74,7 +74,9 @@ def check_engine_arguments(settings: Settings) -> None:
             short = len(given) > 3 and option.startswith(given)
             if given == option or short or re.match(option + (r"\d+$" if option[2:] else "."), given):  # -n2
                 raise UserError(f"engine.arguments: {given}: {instead}")
-        whole = reduces_on_gpus(settings) and given.startswith(("--compilation-c", "-cc"))
+        name = given.partition(".")[0]
+        is_whole = given.startswith("-cc") or (len(name) > 5 and "--compilation-config".startswith(name))
+        whole = is_whole and reduces_on_gpus(settings)
         if whole and not _FUSION.search(" ".join(settings.engine.arguments).lower()):
             raise UserError(
                 f"engine.arguments: {given} replaces our choice of all-reduces; add "

@@ -37,7 +37,13 @@ __all__ = ["play", "problems"]
 SYSTEM = "You solve a task in a Linux container by your tools. When you are done, answer without a call."
 _SHELL = 'if command -v bash > /dev/null; then exec bash -c "$1"; else exec sh -c "$1"; fi'
 _PROCESSES = 256
-SAFE = {"PYTHONSAFEPATH": "1", "PYTHONNOUSERSITE": "1"}
+SAFE = {
+    "PYTHONSAFEPATH": "1",
+    "PYTHONNOUSERSITE": "1",
+    "GIT_CONFIG_COUNT": "1",  # else git refuses repositories of another user
+    "GIT_CONFIG_KEY_0": "safe.directory",
+    "GIT_CONFIG_VALUE_0": "*",
+}
 """Environment variables of tests: Python does not find modules in the working folder in place of its own."""
 
 
@@ -111,7 +117,7 @@ class TaskSandbox:
                 return Tested(None, f"ended: limit of {result.ended}", result.output, result.ended)
             reward, reason = await self._reward()
             return Tested(reward, reason, result.output, "")
-        except OSError as e:
+        except (OSError, ValueError) as e:  # a first line with half a quote
             return Tested(None, f"the tests cannot run: {e}", "", "")
 
     async def _run(self, command: Sequence[str], seconds: float) -> tuple[SandboxResult, float]:
@@ -133,7 +139,7 @@ class TaskSandbox:
                 return None, f"{name} has no finite number"
             except FileNotFoundError:
                 continue
-            except (OSError, ValueError, KeyError, RecursionError) as e:
+            except (OSError, ValueError, KeyError, RecursionError, OverflowError) as e:
                 return None, f"{name} cannot be read: {type(e).__name__}: {str(e)[:200]}"
         return None, "the tests wrote neither reward.json nor reward.txt"
 

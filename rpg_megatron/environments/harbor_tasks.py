@@ -154,7 +154,7 @@ def find_tasks(
     for place in places:
         try:
             config = _config_of(place)
-            names = place.name, config.task.get("name"), config.environment.docker_image
+            names = place.name, str(config.task.get("name")), config.environment.docker_image
             image = next((images[name] for name in names if name in images), None) if images else None
             if image is None:
                 unmapped.append(f"{place.name} ({config.environment.docker_image or 'a Dockerfile'})")
@@ -192,6 +192,8 @@ def read_task(folder: str, image: str) -> HarborTask:
     workdir = "/" if docker else ""
     for said in re.findall(r"^\s*WORKDIR\s+(\S+)", docker, re.MULTILINE | re.IGNORECASE):
         workdir = posixpath.join(workdir, said.strip("\"'"))
+    if "$" in workdir:  # a variable of the build: the image says what it is
+        workdir = "/"
     return HarborTask(
         place,
         image,

@@ -65,11 +65,12 @@ SYSTEM = frozenset(
 )
 """Folders at the top of an image that tests see as the image has them."""
 START_UP = re.compile(
-    r"conftest\.py|(site|user)customize\.py|.*\.(pth|pyc)|__pycache__|\.?pytest\.(ini|toml)|tox\.ini|setup\.cfg|"
+    r"conftest\.py|(site|user)customize(\..*)?|.*\.(pth|pyc)|.*\.(egg|dist)-info|__pycache__|"
+    r"\.?pytest\.(ini|toml)|tox\.ini|setup\.cfg|"
     r"pyproject\.toml|\.(bashrc|bash_profile|bash_login|profile|zshenv|zshrc|zprofile|gitconfig|npmrc|pdbrc)"
 )
 """Names of files, and of folders, that interpreters, shells and test runners read by themselves."""
-_OF_GIT = frozenset(("config", "config.worktree", "hooks", "info", "modules"))
+_OF_GIT = frozenset(("commondir", "config", "config.worktree", "hooks", "info", "modules"))
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
@@ -97,11 +98,11 @@ class ImageRoot:
         if user == 0:  # while the image can be reached: its folder may be root's only
             enter_own_mounts()
             self._bind_image()
-            self.other_user = _enter_users([(0, own_user(0)), (1, own_user(1))], own_user(0), "")
+            self.other_user = _enter_users([(n, own_user(n)) for n in range(3)], own_user(0), "")
             os.unshare(os.CLONE_NEWNS)
         else:
             second = _subordinate_user()
-            users = [(0, user)] + ([(1, second)] if second else [])
+            users = [(0, user)] + ([(1, second), (2, second + 1)] if second else [])
             self.other_user = _enter_users(users, group, shutil.which("newuidmap") or "")
             enter_own_mounts()
             self._bind_image()
@@ -121,6 +122,8 @@ class ImageRoot:
     def options(self) -> list[str]:
         """Options of bubblewrap."""
         options = ["--bind", _ROOT, "/", "--proc", "/proc", "--tmpfs", "/dev"]
+        for name, value in self.variables().items():  # not bwrap's own: its loader would read them
+            options += ["--setenv", name, value]
         for source, name in DEVICES.items():
             options += ["--dev-bind", source, f"/dev/{name}"]
         for number, name in enumerate(("fd", "stdin", "stdout", "stderr")):
@@ -148,7 +151,8 @@ class ImageRoot:
 
     def variables(self) -> dict[str, str]:
         """Environment variables of programs."""
-        return {"HOME": "/root", "LANG": "C.UTF-8"} | dict(self.limits.variables)
+        given = {name: value for name, value in self.limits.variables if name and "=" not in name}
+        return {"HOME": "/root", "LANG": "C.UTF-8"} | given
 
     def give(self, place: str, tar: bytes) -> None:
         """Let programs read a folder, from a tar file. Only the tests' user can read /tests."""
@@ -177,7 +181,7 @@ class ImageRoot:
             os.makedirs(f"{_RESULTS}/{name}", 0o755, exist_ok=True)
             os.chown(f"{_RESULTS}/{name}", *((1, 1) if self.other_user else (0, 0)))
         if self.other_user:
-            _enter_users([(0, 1), (1, 0)], 1, "")
+            _enter_users([(0, 1), (1, 2), (2, 0)], 1, "")
             os.unshare(os.CLONE_NEWNS)
         self.testing = True
 
@@ -239,21 +243,35 @@ def restore(upper: str, lower: str, keep: Sequence[str], programs: Sequence[str]
     libraries. A folder in which the image has an interpreter (``pyvenv.cfg``, ``conda-meta``) is one too.
     """
     keep = [path for each in keep if (path := posixpath.normpath(each)) != "/"]
+    programs = [posixpath.normpath(each) for each in programs if each.startswith("/")]
+    above = {posixpath.dirname(each) for each in programs if posixpath.basename(each) == "bin"}
+    programs += [each for each in above if not any(f"{path}/".startswith(f"{each}/") for path in keep)]
+    programs += [f"{each}/{name}" for each in above for name in ("lib", "lib64")]  # of their interpreters
     folders = [("/", False)]
     while folders:
         place, is_system = folders.pop()
         with os.scandir(upper + place) as found:
-            entries = [(each.name, each.is_dir(follow_symlinks=False)) for each in found]
-        for name, is_folder in entries:
+            entries = [(each.name, each.is_dir(follow_symlinks=False), each.is_symlink()) for each in found]
+        for name, is_folder, is_link in entries:
             path = posixpath.join(place, name)
             image = lower + path
-            runs = path in programs or START_UP.fullmatch(name) or (name == ".git" and not is_folder)
+            runs = START_UP.fullmatch(name) or (name == ".git" and not is_folder)
             runs = runs or (posixpath.basename(place) == ".git" and name in _OF_GIT)
             runs = runs or any(os.path.lexists(f"{image}/{each}") for each in ("pyvenv.cfg", "conda-meta"))
             is_own = path in keep
-            in_system = not is_own and (is_system or (place == "/" and name in SYSTEM))
+            in_system = is_system or path in programs or (place == "/" and name in SYSTEM)
+            in_system = in_system and not is_own
             leads = is_folder and any(each.startswith(path + "/") for each in keep)
-            if (runs and not is_own) or (in_system and not leads):
+            # A link in place of a folder above programs would lead to others of the same names.
+            hides = (
+                not is_own
+                and is_link
+                and (
+                    any(each.startswith(path + "/") for each in programs)
+                    or (os.path.isdir(image) and not os.path.islink(image))
+                )
+            )
+            if hides or (runs and not is_own) or (in_system and not leads):
                 remove(Path(upper + path))
             elif is_folder:
                 folders.append((path, in_system))
@@ -298,13 +316,14 @@ def _enter_users(users: Sequence[tuple[int, int]], group: int, program: str) -> 
 
 
 def _subordinate_user() -> int | None:
-    """A second user that this one may use, by /etc/subuid and newuidmap; None if there is none."""
+    """The first of two more users that this one may use, by /etc/subuid and newuidmap; None without them."""
     if not shutil.which("newuidmap") or not shutil.which("newgidmap"):
         return None
     try:
         names = pwd.getpwuid(os.geteuid()).pw_name, str(os.geteuid())
         tables = [read_text(Path(f"/etc/{name}")).splitlines() for name in ("subuid", "subgid")]
-        first = [{int(line.split(":")[1]) for line in each if line.split(":")[0] in names} for each in tables]
+        rows = [[line.split(":") for line in each] for each in tables]
+        first = [{int(at) for name, at, count in each if name in names and int(count) > 1} for each in rows]
         return min(first[0] & first[1], default=None)
     except (OSError, KeyError, ValueError, IndexError):
         return None

@@ -19,6 +19,7 @@ import struct
 import subprocess
 import tarfile
 import tempfile
+import zlib
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path, PurePosixPath
@@ -39,6 +40,16 @@ from rpg_megatron.config.files import (
 )
 from rpg_megatron.environments.sandbox_limits import own_user
 
+_DAMAGED = (
+    OSError,
+    EOFError,
+    zlib.error,
+    tarfile.TarError,
+    LookupError,
+    ValueError,
+    TypeError,
+    AttributeError,
+)
 _PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 _SIF_HEADER, _SIF_ENTRY = struct.Struct("<32s10s3s3s16s8q"), struct.Struct("<iBIIIqq8x32x128s2i")
 _SIF_ENTRY_SIZE, _SIF_SYSTEM = 585, (0x4004, 1, 2)
@@ -93,7 +104,7 @@ def open_image(path: str, cache: Path, limit_gib: float = 100.0) -> Iterator[Ima
                 lock = stack.enter_context(_locked(place, fcntl.LOCK_SH))
             os.utime(lock)
             image = _image_of(place / "root", source)
-        except (OSError, tarfile.TarError, LookupError, ValueError) as e:
+        except _DAMAGED as e:
             raise UserError(f"image {path}: {e}; see that {cache} has space and the image is whole") from None
         yield image
 
@@ -177,11 +188,17 @@ def _run(program: str, *arguments: str) -> None:
 def _unpack_layers(source: Path, part: Path) -> None:
     """The layers of an OCI image, one over the other. A whiteout removes what is below it."""
     part.mkdir()
-    for layer in read_json(_blob(source, _manifest(source)["digest"]))["layers"]:
+    manifest = read_json(_blob(source, _manifest(source)["digest"]))
+    if "layers" not in manifest:
+        raise ValueError("this layout has an index of several images; copy one of them with skopeo")
+    for layer in manifest["layers"]:
         if "zstd" in layer["mediaType"]:
             raise ValueError(f"a layer is compressed by zstd ({layer['digest']}); make the image with gzip")
         with tarfile.open(_blob(source, layer["digest"])) as tar:
-            tar.extractall(part, filter=_safe_layer(part))
+            members, keep = tar.getmembers(), _safe_layer(part)
+            hidden = [m for m in members if PurePosixPath(m.name).name.startswith(".wh.")]
+            tar.extractall(part, hidden, filter=keep)  # they hide files of layers below, not of this one
+            tar.extractall(part, [m for m in members if m not in hidden], filter=keep)
 
 
 def _blob(source: Path, digest: str) -> Path:
@@ -223,7 +240,11 @@ def _safe_layer(root: Path) -> Callable[[tarfile.TarInfo, str], tarfile.TarInfo 
         if member.islnk():
             inside(member.linkname)
             member = member.replace(linkname=member.linkname.lstrip("/"), deep=False)
-        return tarfile.tar_filter(member, str(root))
+        kept: Any = tarfile.tar_filter(member, str(root))
+        kept = kept.replace(uid=None, gid=None, uname=None, gname=None, deep=False)
+        if member.islnk() or member.isdir():  # set by path, at the end, which may lead elsewhere by then
+            kept = kept.replace(mode=None, mtime=None, deep=False)
+        return cast(tarfile.TarInfo, kept)
 
     return keep
 
@@ -251,6 +272,13 @@ def _locked(place: Path, how: int) -> Iterator[int]:
         yield lock.fileno()
 
 
+def _discard(place: Path) -> None:
+    """Remove an image, whose lock this process has. A part that is left is not taken for an image."""
+    remove(place.with_suffix(".part"))
+    rename(place, place.with_suffix(".part"))
+    remove(place.with_suffix(".part"))
+
+
 def _evict(own: Path, limit_gib: float) -> None:
     """Remove images until the cache has its size, those that were used longest ago first."""
     kept: dict[Path, tuple[float, int]] = {}
@@ -262,8 +290,8 @@ def _evict(own: Path, limit_gib: float) -> None:
     for place, (_, size) in sorted(kept.items(), key=lambda item: item[1]):
         if total > limit and place != own:
             with suppress(BlockingIOError), _locked(place, fcntl.LOCK_EX | fcntl.LOCK_NB):
-                remove(place)
+                _discard(place)
                 total -= size
     if kept[own][1] > limit:
-        remove(own)
+        _discard(own)
         raise ValueError(f"it has {kept[own][1] / 2**30:.2g} GiB, and the cache a limit of {limit_gib:g} GiB")

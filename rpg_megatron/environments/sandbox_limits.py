@@ -57,8 +57,8 @@ _LEAST_MEMORY = 8
 def own_user(number: int, uid_map: str | None = None) -> int:
     """A user for a sandbox of root, in the last of the ranges of users that this container has.
 
-    number: of the sandbox, its pid. 0 owns the files of images, and 1 runs tests in them. uid_map: for tests.
-    Raises OSError if root is the only user.
+    number: of the sandbox, its pid. 0 owns the files of images, 1 runs tests in them, and 2 owns nothing.
+    uid_map: for tests. Raises OSError if root is the only user.
     """
     last = (uid_map or Path("/proc/self/uid_map").read_text()).splitlines()[-1]
     first, _, count = map(int, last.split())

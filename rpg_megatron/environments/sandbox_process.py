@@ -255,7 +255,7 @@ def _start(
     fixed = {resource.RLIMIT_NOFILE: 256, resource.RLIMIT_SIGPENDING: 1024}
     fixed |= dict.fromkeys((resource.RLIMIT_CORE, resource.RLIMIT_RTPRIO, resource.RLIMIT_NICE), 0)
     path = os.pathsep.join(["/usr/local/bin", "/usr/bin", "/bin", f"{sys.base_prefix}/bin"])
-    variables = image.variables() if image else {"PATH": path, "HOME": "/tmp", "LANG": "C.UTF-8"}
+    variables = {} if image else {"PATH": path, "HOME": "/tmp", "LANG": "C.UTF-8"}
     if limits.image:  # programs see what Apptainer itself gets
         fixed[resource.RLIMIT_FSIZE] = limits.files_mib << 20
         names = [name for name in os.environ if name.startswith(("APPTAINER", "SINGULARITY"))]

@@ -79,7 +79,7 @@ def check_as_another_user(tmp_path: Path) -> None:
     names = Path("/etc/subuid").read_text() if Path("/etc/subuid").exists() else ""
     has_second = shutil.which("newuidmap") is not None and f"{pwd.getpwuid(65534).pw_name}:" in names
     assert other_user == str(has_second)
-    assert second.startswith(r"('0\ny\n/etc:\n\n/home:\n-rw-r--r-- 1 " + ("1 1" if has_second else "0 0"))
+    assert second.startswith(r"('0\ny\n/etc:\n\n/home:\n-rw-r--r-- 1 " + ("2 2" if has_second else "0 0"))
     assert read == r"b'1\n'"
     if has_second:
         assert third.startswith(r"('1\n")

@@ -106,11 +106,46 @@ HOSTILE = {
 
 @pytest.mark.parametrize("what", HOSTILE)
 def test_layers_that_lead_outside_are_refused(tmp_path: Path, what: str) -> None:
-    source = make_layout(tmp_path / "layout", layer(add("usr/a")), layer(*HOSTILE[what]))
+    apart = what == "removes through a link"  # of a layer below
+    hostile = map(layer, HOSTILE[what]) if apart else [layer(*HOSTILE[what])]
+    source = make_layout(tmp_path / "layout", layer(add("usr/a")), *hostile)
     with pytest.raises(UserError, match="outside"), open_image(str(source), tmp_path / "cache"):
         pass
     assert not Path("/tmp/rpg-outside").exists()
     assert [path.suffix for path in (tmp_path / "cache").iterdir()] == [".lock"], "nothing is left"
+
+
+def test_links_do_not_lead_to_attributes_of_files_outside(tmp_path: Path) -> None:
+    """A hard link to a link, and a folder in whose place a link comes later."""
+    victim = tmp_path / "victim"
+    victim.mkdir(mode=0o700)
+    before = victim.stat()
+    link, hard, folder = tarfile.SYMTYPE, tarfile.LNKTYPE, tarfile.DIRTYPE
+    other = {"mode": 0o755, "uid": 4242, "gid": 4242, "mtime": 1}
+    source = make_layout(
+        tmp_path / "layout",
+        layer(
+            add("usr/a"),
+            add("a", type=link, linkname=str(victim)),
+            add("b", type=hard, linkname="a", **other),
+            add("d", type=folder, **other),
+            add("d", type=link, linkname=str(victim)),
+        ),
+    )
+    with open_image(str(source), tmp_path / "cache") as image:
+        assert (image.root / "d").is_symlink()
+    after = victim.stat()
+    assert [getattr(after, f"st_{name}") for name in ("mode", "uid", "gid", "mtime_ns")] == [
+        getattr(before, f"st_{name}") for name in ("mode", "uid", "gid", "mtime_ns")
+    ]
+
+
+def test_a_whiteout_hides_no_file_of_its_own_layer(tmp_path: Path) -> None:
+    lower = layer(add("usr/a"), add("d/old"), add("e", b"old"))
+    upper = layer(add("d/new"), add("d/.wh..wh..opq"), add("e", b"new"), add(".wh.e"))
+    with open_image(str(make_layout(tmp_path / "layout", lower, upper)), tmp_path / "cache") as image:
+        assert [path.name for path in (image.root / "d").iterdir()] == ["new"]
+        assert (image.root / "e").read_text() == "new"
 
 
 def test_a_link_in_a_layer_to_a_file_of_the_machine_links_one_of_the_image(tmp_path: Path) -> None:
@@ -130,6 +165,7 @@ def test_a_link_in_a_layer_to_a_file_of_the_machine_links_one_of_the_image(tmp_p
         (lambda p: p.mkdir(), "neither bin nor usr"),
         (lambda p: p.mkdir() or (p / "oci-layout").touch(), "No such file"),
         (lambda p: make_layout(p, layer(add("usr/a"))) and (p / "index.json").write_text("{}"), "manifests"),
+        (lambda p: make_layout(p, layer(add("usr/a"))) and (p / "index.json").write_text("[]"), "list"),
     ],
 )
 def test_what_is_no_image_is_told(tmp_path: Path, make: Callable[[Path], object], message: str) -> None:

@@ -35,7 +35,9 @@ def check_tasks(
         raise UserError(
             f"no folder below {folder} has a task.toml; give a folder with tasks of Harbor's format"
         )
-    bad = {name.partition(" ")[0]: f"has no image: {name}; name one in images" for name in unmapped} | refused
+    bad = {
+        name.rpartition(" (")[0]: f"has no image: {name}; name one in images" for name in unmapped
+    } | refused
     harbor.boxes()  # a machine without sandboxes is told before any task
     limit = seconds or math.inf
     capped = [

@@ -152,6 +152,7 @@ def choose_sequences(settings: Settings, memory: EngineMemory) -> int:
     drawn = rollout.prompts_per_step * (rollout.dynamic.oversample if rollout.dynamic else 1)
     of_steps = math.ceil(drawn * (1 + rollout.ahead) / max(1, settings.engine.replicas))
     held = int(memory.sequences(memory.sequence_tokens / 4))
+    held = held if held > 0 else settings.engine.most_sequences  # an estimate: the model may fit
     most = min(held, of_steps * rollout.samples_per_prompt, MOST_SEQUENCES)
     return max(1, most - most % 8 or most)
 
