@@ -211,6 +211,7 @@ def test_an_engine_on_two_other_nodes_is_restarted_as_one(pair, dies: int) -> No
 def test_a_colocated_engine_restarts_after_the_ranks_turn(pair) -> None:
     nodes = pair(engine_1="(here / 'go').unlink(); os._exit(0)")
     nodes.begin("engine.colocated=true", acts=7)
+    wait_for(lambda: "the trainer ranks build the model" in nodes.out(0), message=nodes.logs)
     (turn,) = [file for folder in nodes.folders() for file in folder.glob("trainers-turn")]
     nodes.go()
     wait_for(lambda: "warning: engine 1 died; restart 1 of 3" in nodes.out(0), message=nodes.logs)
