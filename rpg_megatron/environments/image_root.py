@@ -245,8 +245,8 @@ def restore(upper: str, lower: str, keep: Sequence[str], programs: Sequence[str]
     keep = [path for each in keep if (path := posixpath.normpath(each)) != "/"]
     programs = [posixpath.normpath(each) for each in programs if each.startswith("/")]
     above = {posixpath.dirname(each) for each in programs if posixpath.basename(each) == "bin"}
-    programs += [each for each in above if not any(f"{path}/".startswith(f"{each}/") for path in keep)]
-    programs += [f"{each}/{name}" for each in above for name in ("lib", "lib64")]  # of their interpreters
+    above = {each for each in above if not any(f"{path}/".startswith(f"{each}/") for path in keep)}
+    programs += [*above, *(f"{each}/{name}" for each in above for name in ("lib", "lib64"))]
     folders = [("/", False)]
     while folders:
         place, is_system = folders.pop()

@@ -15,12 +15,14 @@ import sys
 import tempfile
 from collections.abc import Awaitable, Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from rpg_megatron.commands.doctor.machine import probe_sandboxes
 from rpg_megatron.config import UserError
-from rpg_megatron.environments.image_root import restore
+from rpg_megatron.environments import sandbox_process
+from rpg_megatron.environments.image_root import ImageRoot, restore
 from rpg_megatron.environments.sandbox import Sandbox, Sandboxes, SandboxResult
 from rpg_megatron.environments.sandbox_limits import SandboxLimits, find_problem
 from tests.support.images import make_root
@@ -149,6 +151,25 @@ def test_files_are_read_and_written_as_programs_see_them(tmp_path: Path) -> None
     assert not (root / "etc/y").exists()
 
 
+def test_variables_of_an_image_are_those_of_its_programs_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bubblewrap's own loader would run what LD_PRELOAD names, outside of the sandbox."""
+    given: dict[str, Any] = {}
+    monkeypatch.setattr(sandbox_process, "start_program", lambda *_, **more: given.update(more))
+    variables = ("PATH", "/x"), ("LD_PRELOAD", "/sys/image/x.so"), ("", "nameless"), ("a=b", "")
+    image = object.__new__(ImageRoot)
+    image.limits, image.testing, image.other_user, image._given = (
+        SandboxLimits(root="/", variables=variables),
+        False,
+        False,
+        {},
+    )
+    sandbox_process._start(["sh"], 0, (), image.limits, image)
+    assert given["env"] == {}
+    options = image.options()
+    told = [tuple(options[at + 1 : at + 3]) for at, option in enumerate(options) if option == "--setenv"]
+    assert told == [("HOME", "/root"), ("LANG", "C.UTF-8"), *variables[:2]]
+
+
 UNDONE = [
     "usr/bin/x",
     "usr/local/new/y",
@@ -172,6 +193,10 @@ UNDONE = [
     "app/bin/tool",
     "app/sub/pyproject.toml",
     "app/sub/sitecustomize.py",
+    "app/sub/sitecustomize/__init__.py",
+    "app/.git/commondir",
+    "app/x.egg-info/entry_points.txt",
+    "home/py/lib/python3.12/os.py",
 ]
 KEPT = [
     "app/a/b/code.py",
@@ -186,6 +211,7 @@ KEPT = [
     "usr/share/kept/x",
     "root/project/y",
     "var/lib/z",
+    "app/lib/code",
 ]
 
 
@@ -199,8 +225,12 @@ def test_what_is_undone(tmp_path: Path) -> None:
     (lower / "opt/venv/conda-meta").mkdir(parents=True)
     (upper / "app/link").symlink_to("/usr/bin")
     (upper / "bin").symlink_to("/app")
+    (upper / "home/user").mkdir()
+    (upper / "home/user/.local").symlink_to("/app/evil")  # above a folder of programs
+    (lower / "srv/folder").mkdir(parents=True)
+    (upper / "srv/folder").symlink_to("/app/evil")  # in place of one of the image
     keep = ["/app", "/usr/share/kept", "/root/project", "/app/kept/conftest.py", "/"]
-    restore(str(upper), str(lower), keep, ["/usr/bin", "/app/bin"])
+    restore(str(upper), str(lower), keep, ["/usr/bin", "/app/bin/", "/home/user/.local/bin", "/home/py/bin"])
     left = {
         str(path.relative_to(upper)) for path in upper.rglob("*") if not path.is_dir() or path.is_symlink()
     }

@@ -20,6 +20,7 @@ from pathlib import Path
 import pytest
 
 from rpg_megatron.config import UserError
+from rpg_megatron.environments import images
 from rpg_megatron.environments.images import open_image
 from tests.support.images import VARIABLES, make_layout, make_root, make_sif, make_squashfs
 from tests.support.ranks import ROOT
@@ -138,6 +139,27 @@ def test_links_do_not_lead_to_attributes_of_files_outside(tmp_path: Path) -> Non
     assert [getattr(after, f"st_{name}") for name in ("mode", "uid", "gid", "mtime_ns")] == [
         getattr(before, f"st_{name}") for name in ("mode", "uid", "gid", "mtime_ns")
     ]
+
+
+def test_a_part_that_an_eviction_leaves_is_not_taken_for_the_image(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, second = (str(make_layout(tmp_path / name, layer(add("usr/a", b"1" * 99)))) for name in "ab")
+
+    def is_killed(path: Path, **_: object) -> None:
+        if path.is_dir():
+            shutil.rmtree(path / "root/usr")
+            raise KeyboardInterrupt
+
+    cache = tmp_path / "cache"
+    with open_image(first, cache):
+        pass
+    with monkeypatch.context() as patch:
+        patch.setattr(images, "remove", is_killed)
+        with pytest.raises(KeyboardInterrupt), open_image(second, cache, 1e-9):
+            pass
+    with open_image(first, cache) as image:
+        assert (image.root / "usr/a").exists()
 
 
 def test_a_whiteout_hides_no_file_of_its_own_layer(tmp_path: Path) -> None:
