@@ -102,6 +102,65 @@ def test_tokens_are_those_of_seeds_drawn_one_by_one(
     assert len({tuple(t[:3].tolist()) for t in results[0][0]}) > 100  # they are random
 
 
+@pytest.fixture(scope="module")
+def norms() -> Any:
+    """The operations of vLLM, with our implementations."""
+    import vllm._C  # noqa: F401  # its kernels
+    from vllm import ir
+    from vllm.platforms import current_platform
+
+    from rpg_megatron.bridge.vllm import cpu_engine
+
+    platform = type(current_platform)
+    plain = platform.get_default_ir_op_priority
+    if "cpu_kernel" not in ir.ops.rms_norm.impls:  # else this process has loaded the plug-in
+        cpu_engine._normalize_by_kernels(current_platform)
+    chosen, platform.get_default_ir_op_priority = current_platform.get_default_ir_op_priority(None), plain
+    assert chosen.rms_norm == chosen.fused_add_rms_norm == ["cpu_kernel", "native"]
+    return ir.ops
+
+
+HEADS = torch.randn(40, 6, 4, 32, generator=torch.Generator().manual_seed(1))
+NORMED = {
+    "hidden": HEADS[:, 0].reshape(40, 128),
+    "one row": HEADS[:1, 0].reshape(1, 128),
+    "heads": HEADS[:, 0].contiguous(),
+    "heads of a fused projection": HEADS[:, 1],
+    "columns of a fused projection": HEADS.reshape(40, 768)[:, 128:384],
+    "large and small": HEADS[:, 2].reshape(40, 128) * torch.logspace(-9, 9, 40)[:, None],
+}
+
+
+@pytest.mark.parametrize("name", NORMED)
+def test_norms_by_kernels_are_those_of_torch(norms: Any, name: str) -> None:
+    x, weight = NORMED[name], torch.linspace(-1, 2, NORMED[name].shape[-1])
+    kept = x.clone()
+    kernel, native = (norms.rms_norm.impls[provider] for provider in ("cpu_kernel", "native"))
+    assert kernel.supports_args(x, weight, 1e-6)
+    found = kernel.impl_fn(x, weight, 1e-6)
+    torch.testing.assert_close(found, native.impl_fn(x, weight, 1e-6), rtol=2e-6, atol=0)
+    assert torch.equal(x, kept)
+    added = norms.fused_add_rms_norm.impls
+    assert added["cpu_kernel"].supports_args(x, x, weight, 1e-6) is x.is_contiguous()
+    if x.is_contiguous():
+        expected = added["native"].impl_fn(x, x.flip(0), weight, 1e-6)
+        found = added["cpu_kernel"].impl_fn(x.clone(), x.flip(0), weight, 1e-6)
+        torch.testing.assert_close(found, expected, rtol=2e-6, atol=0)
+
+
+def test_what_the_kernels_cannot_norm_is_left_to_torch(norms: Any) -> None:
+    weight, kernel = torch.ones(32), norms.rms_norm.impls["cpu_kernel"]
+    refused = [
+        (torch.ones(2, 32, dtype=torch.bfloat16), weight.bfloat16(), 1e-6),  # rounded before the weight
+        (torch.ones(2, 32), weight.bfloat16(), 1e-6),
+        (torch.ones(2, 32), None, 1e-6),
+        (torch.ones(2, 32), weight, 1e-6, 16),
+        (torch.ones(2, 24), torch.ones(24), 1e-6),
+    ]
+    assert not any(kernel.supports_args(*arguments) for arguments in refused)
+    assert kernel.supports_args(torch.ones(2, 32), weight, 1e-6)
+
+
 def test_a_forked_core_keeps_connections_but_no_server(
     samplers: tuple[Callable[..., Any], Callable[..., Any]], tmp_path: Path
 ) -> None:

@@ -17,6 +17,7 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
+from torch import Tensor
 
 _PLAIN_EXPERTS = "RPG_PLAIN_EXPERTS"
 
@@ -31,6 +32,7 @@ def adapt_to_cpu() -> None:
         _stand_in_for_torchvision()
     _compute_delta_nets_in_float32()
     _draw_seeds_in_blocks()
+    _normalize_by_kernels(current_platform)
     _adapt_config(current_platform)
     if _PLAIN_EXPERTS in os.environ:  # a worker, which gets a configuration that was checked elsewhere
         _compute_experts_without_adapters()
@@ -105,6 +107,51 @@ def _draw_seeds_in_blocks() -> None:
         return tokens, logits.log_softmax(-1, torch.float32)
 
     ops.TopKTopPSampler.forward_cpu = forward
+
+
+def _normalize_by_kernels(current_platform: Any) -> None:
+    """Let float32 models compute RMS norms by kernels that vLLM's CPU build has, but calls on GPUs only: each
+    replaces six operations of torch, a tenth of a small model's step.
+
+    They take vectors of 16 numbers, rows without gaps. bfloat16, which they would round otherwise than the
+    trainer (weights are applied after rounding), stays with torch.
+    """
+    from vllm import ir
+    from vllm.config.kernel import IrOpPriorityConfig
+
+    kernels = torch.ops._C
+
+    def can_norm(x: Tensor, weight: Tensor | None, epsilon: float, variance_size: int | None = None) -> bool:
+        if weight is None or variance_size is not None or x.shape[-1] % 16:
+            return False
+        return x.dtype == weight.dtype == torch.float32
+
+    def can_add(
+        x: Tensor, x_residual: Tensor, weight: Tensor | None, epsilon: float, variance_size: int | None = None
+    ) -> bool:
+        whole = x.is_contiguous() and x_residual.is_contiguous() and x_residual.dtype == x.dtype
+        return whole and can_norm(x, weight, epsilon, variance_size)
+
+    @ir.ops.rms_norm.register_impl("cpu_kernel", supports_args=can_norm)
+    def rms_norm(
+        x: Tensor, weight: Tensor | None, epsilon: float, variance_size: int | None = None
+    ) -> Tensor:
+        out = torch.empty(x.shape)
+        kernels.rms_norm(out, x.contiguous(), weight, epsilon)
+        return out
+
+    @ir.ops.fused_add_rms_norm.register_impl("cpu_kernel", supports_args=can_add, inplace=True)
+    def fused_add_rms_norm(
+        x: Tensor, x_residual: Tensor, weight: Tensor | None, epsilon: float, variance_size: int | None = None
+    ) -> tuple[Tensor, Tensor]:
+        kernels.fused_add_rms_norm(x, x_residual, weight, epsilon)
+        return x, x_residual
+
+    def priorities(cls: type[Any], vllm_config: Any) -> Any:
+        first = ["cpu_kernel", "native"]
+        return IrOpPriorityConfig.with_default(["native"], rms_norm=first, fused_add_rms_norm=first)
+
+    type(current_platform).get_default_ir_op_priority = classmethod(priorities)
 
 
 def _adapt_config(current_platform: Any) -> None:
