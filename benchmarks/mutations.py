@@ -35,7 +35,8 @@ LAYERS = [
 ]
 LAYER_TESTS = [
     "unit/model_shape unit/model_mapping unit/mappings_against_megatron_bridge unit/packed_attention "
-    "unit/hf_checkpoints unit/fp8_files unit/layer_checks unit/audit_verdict unit/checks unit/examples",
+    "unit/hf_checkpoints unit/fp8_files unit/layer_checks unit/audit_verdict unit/checks unit/examples "
+    "unit/shared_prompt_rows",
     "distributed/families",
     "distributed/layouts distributed/experts",
     "distributed/plan_memory integration/convert_tools",
