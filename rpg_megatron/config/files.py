@@ -75,13 +75,18 @@ def read_json(file: Path, *inside: Path) -> Any:
 
 
 def folder_size(folder: Path) -> int:
-    """Bytes of the regular files in a folder, at any depth. What disappears meanwhile counts nothing."""
-    size = 0
+    """Bytes of the regular files in a folder, at any depth. A file with several names (hard links) counts
+    once, and what disappears meanwhile nothing.
+    """
+    size, linked = 0, set[tuple[int, int]]()
     for place, _, names in os.walk(folder):
         for name in names:
             with suppress(OSError):
                 status = os.lstat(os.path.join(place, name))
-                size += status.st_size if stat.S_ISREG(status.st_mode) else 0
+                file = status.st_dev, status.st_ino
+                size += status.st_size if stat.S_ISREG(status.st_mode) and file not in linked else 0
+                if status.st_nlink > 1:
+                    linked.add(file)
     return size
 
 

@@ -158,7 +158,7 @@ async def open_task(
             processes=_PROCESSES,
             files_mib=task.storage_mib,
             root=str(image.root),
-            workdir=task.workdir or image.workdir or "/",
+            workdir=task.workdir or image.workdir or task.built_workdir,
             variables=tuple((image.variables | task.variables).items()),
             network=network,
         )

@@ -105,6 +105,8 @@ class HarborTask(NamedTuple):
     test_seconds: float
     workdir: str
     """Empty: the image's."""
+    built_workdir: str
+    """Of its Dockerfile, if neither the task nor the image says one."""
     variables: dict[str, str]
     test_variables: dict[str, str]
     solution_variables: dict[str, str]
@@ -189,7 +191,7 @@ def read_task(folder: str, image: str) -> HarborTask:
         open_regular(place / "tests/test.sh").close()
     except (OSError, UnicodeDecodeError) as e:
         raise UserError(f"{place}: {e}; a task has instruction.md and tests/test.sh") from None
-    workdir = "/" if docker else ""
+    workdir = "/"
     for said in re.findall(r"^\s*WORKDIR\s+(\S+)", docker, re.MULTILINE | re.IGNORECASE):
         workdir = posixpath.join(workdir, said.strip("\"'"))
     if "$" in workdir:  # a variable of the build: the image says what it is
@@ -202,7 +204,8 @@ def read_task(folder: str, image: str) -> HarborTask:
         environment.storage_mb,
         config.agent.timeout_sec,
         config.verifier.timeout_sec,
-        environment.workdir or (workdir if workdir != "/" else ""),
+        environment.workdir or "",
+        workdir,
         environment.env,
         config.verifier.env,
         config.solution.env,

@@ -2,9 +2,10 @@
 
 ``open_image`` gives a folder with an image's files. It is in a cache that all processes of a node share: one
 of them unpacks an image, with a lock, while others that want it wait. When the cache is larger than its
-limit, the images that were used longest ago are removed, and never one that a process has open. Nothing is
-downloaded. Formats: github.com/sylabs/sif (``pkg/sif/sif.go``), squashfs by ``unsquashfs``, and
-github.com/opencontainers/image-spec (``image-layout.md``, ``layer.md``).
+limit, the images that were used longest ago are removed, and never one that a process has open. What an image
+would take is counted before it is written. Nothing is downloaded. Formats: github.com/sylabs/sif
+(``pkg/sif/sif.go``), squashfs by ``unsquashfs``, and github.com/opencontainers/image-spec
+(``image-layout.md``, ``layer.md``).
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ import subprocess
 import tarfile
 import tempfile
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple, cast
@@ -54,6 +55,10 @@ _PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 _SIF_HEADER, _SIF_ENTRY = struct.Struct("<32s10s3s3s16s8q"), struct.Struct("<iBIIIqq8x32x128s2i")
 _SIF_ENTRY_SIZE, _SIF_SYSTEM = 585, (0x4004, 1, 2)
 """Bytes of an entry; type, file system and kind of that with the files: partition, squashfs, primary."""
+_LISTED = re.compile(r"^[-bcpdls][-rwxsStT]{9} \d+/\d+ +(\d+) ", re.MULTILINE)
+"""A line of ``unsquashfs -lln``; group 1: bytes."""
+_ENTRY = 512
+"""Bytes that each file, folder or link counts besides its content."""
 _VARIABLE = re.compile(r'^export ([A-Z_a-z][A-Z_a-z0-9]*)="?(?:\$\{\1:-"?)?([^"$`]*)"?\}?"?;?$', re.MULTILINE)
 """A line of a script in ``.singularity.d/env``, as Apptainer writes it for an image of Docker's."""
 
@@ -65,7 +70,7 @@ class Image(NamedTuple):
     """Folder with its files."""
     variables: dict[str, str]
     workdir: str
-    """Where its programs start; empty if it does not say."""
+    """Where its programs start; empty if it does not say, or says "/", as builders do by themselves."""
 
 
 def cache_folder(cache: str = "") -> Path:
@@ -99,7 +104,7 @@ def open_image(path: str, cache: Path, limit_gib: float = 100.0) -> Iterator[Ima
                 stack.close()
                 with _locked(place, fcntl.LOCK_EX):
                     if not place.exists():  # another process may have unpacked it
-                        _unpack(source, kind, place)
+                        _unpack(source, kind, place, limit_gib)
                         _evict(place, limit_gib)
                 lock = stack.enter_context(_locked(place, fcntl.LOCK_SH))
             os.utime(lock)
@@ -148,8 +153,11 @@ def _manifest(source: Path) -> dict[str, Any]:
     return dict(manifests[0])
 
 
-def _unpack(source: Path, kind: str, place: Path) -> None:
-    """Unpack an image, with its size. What a killed process left is removed."""
+def _unpack(source: Path, kind: str, place: Path, limit_gib: float) -> None:
+    """Unpack an image, with its size. What a killed process left is removed.
+
+    Raises ValueError before it writes more than the limit.
+    """
     part = place.with_suffix(".part")
     remove(part)
     try:
@@ -157,12 +165,15 @@ def _unpack(source: Path, kind: str, place: Path) -> None:
         root = str(part / "root")
         if kind == "squashfs":
             offset = str(_squashfs_offset(source))
+            listed = _run("unsquashfs", "-lln", "-offset", offset, str(source))
+            _check_size((int(size) for size in _LISTED.findall(listed)), limit_gib)
             # Extended attributes and devices need rights.
             _run("unsquashfs", "-no-progress", "-no-xattrs", "-excludes", "-offset", offset, "-dest", root,
                  str(source), "dev/*")  # fmt: skip
         elif kind == "oci":
-            _unpack_layers(source, part / "root")
+            _unpack_layers(source, part / "root", limit_gib)
         else:
+            _check_size([folder_size(source)], limit_gib)
             _run("cp", "-a", str(source), root)
         _run("chmod", "-R", "u+rwX", root)  # as root has it in a container
         if os.geteuid() == 0:
@@ -174,7 +185,17 @@ def _unpack(source: Path, kind: str, place: Path) -> None:
         raise
 
 
-def _run(program: str, *arguments: str) -> None:
+def _check_size(sizes: Iterable[int], limit_gib: float, before: int = 0) -> int:
+    """The sum of bytes with those before. Raises ValueError, as soon as it is known, if it is too large."""
+    for size in sizes:
+        before += size + _ENTRY
+        if before > limit_gib * 2**30:
+            said = f"it has {before / 2**30:.2g} GiB or more, and the cache a limit of {limit_gib:g} GiB"
+            raise ValueError(f"{said}; raise that (cache_gib)")
+    return before
+
+
+def _run(program: str, *arguments: str) -> str:
     if shutil.which(program) is None:
         raise UserError(
             f"{program} is not on the PATH; install squashfs-tools on each node, or unpack the image"
@@ -183,11 +204,13 @@ def _run(program: str, *arguments: str) -> None:
     if done.returncode:
         said = (done.stderr or done.stdout).decode(errors="replace").strip().splitlines() or ["no message"]
         raise ValueError(f"{program} fails: {said[-1]}")
+    return done.stdout.decode(errors="replace")
 
 
-def _unpack_layers(source: Path, part: Path) -> None:
+def _unpack_layers(source: Path, part: Path, limit_gib: float) -> None:
     """The layers of an OCI image, one over the other. A whiteout removes what is below it."""
     part.mkdir()
+    total, modes = 0, dict[Path, int]()
     manifest = read_json(_blob(source, _manifest(source)["digest"]))
     if "layers" not in manifest:
         raise ValueError("this layout has an index of several images; copy one of them with skopeo")
@@ -195,10 +218,14 @@ def _unpack_layers(source: Path, part: Path) -> None:
         if "zstd" in layer["mediaType"]:
             raise ValueError(f"a layer is compressed by zstd ({layer['digest']}); make the image with gzip")
         with tarfile.open(_blob(source, layer["digest"])) as tar:
-            members, keep = tar.getmembers(), _safe_layer(part)
+            total = _check_size((member.size for member in tar), limit_gib, total)
+            members, keep = tar.getmembers(), _safe_layer(part, modes)
             hidden = [m for m in members if PurePosixPath(m.name).name.startswith(".wh.")]
             tar.extractall(part, hidden, filter=keep)  # they hide files of layers below, not of this one
             tar.extractall(part, [m for m in members if m not in hidden], filter=keep)
+    for place, mode in modes.items():
+        if place.is_dir() and real_path(place) == place:  # no link has come in its place
+            place.chmod(mode)
 
 
 def _blob(source: Path, digest: str) -> Path:
@@ -212,8 +239,13 @@ def _blob(source: Path, digest: str) -> Path:
     return source / "blobs" / algorithm / name
 
 
-def _safe_layer(root: Path) -> Callable[[tarfile.TarInfo, str], tarfile.TarInfo | None]:
-    """A filter that keeps files inside the folder, applies whiteouts and leaves devices out."""
+def _safe_layer(
+    root: Path, modes: dict[Path, int]
+) -> Callable[[tarfile.TarInfo, str], tarfile.TarInfo | None]:
+    """A filter that keeps files inside the folder, applies whiteouts and leaves devices out.
+
+    modes: gets those of folders, such as that of /tmp, in which everybody may write.
+    """
     real = real_path(root)
 
     def inside(name: str) -> Path:
@@ -242,6 +274,8 @@ def _safe_layer(root: Path) -> Callable[[tarfile.TarInfo, str], tarfile.TarInfo 
             member = member.replace(linkname=member.linkname.lstrip("/"), deep=False)
         kept: Any = tarfile.tar_filter(member, str(root))
         kept = kept.replace(uid=None, gid=None, uname=None, gname=None, deep=False)
+        if member.isdir():
+            modes[place] = member.mode & 0o1777 | 0o700
         if member.islnk() or member.isdir():  # set by path, at the end, which may lead elsewhere by then
             kept = kept.replace(mode=None, mtime=None, deep=False)
         return cast(tarfile.TarInfo, kept)
@@ -261,7 +295,8 @@ def _image_of(root: Path, source: Path) -> Image:
         for script in sorted((root / ".singularity.d" / "env").glob("*.sh")):
             with suppress(OSError, ValueError):
                 variables |= _VARIABLE.findall(read_text(script, real_path(root)))
-    return Image(root, variables, str(PurePosixPath("/", workdir)) if workdir else "")
+    workdir = str(PurePosixPath("/", workdir))
+    return Image(root, variables, workdir if workdir != "/" else "")
 
 
 @contextmanager
@@ -292,6 +327,3 @@ def _evict(own: Path, limit_gib: float) -> None:
             with suppress(BlockingIOError), _locked(place, fcntl.LOCK_EX | fcntl.LOCK_NB):
                 _discard(place)
                 total -= size
-    if kept[own][1] > limit:
-        _discard(own)
-        raise ValueError(f"it has {kept[own][1] / 2**30:.2g} GiB, and the cache a limit of {limit_gib:g} GiB")

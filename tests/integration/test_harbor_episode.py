@@ -23,7 +23,7 @@ from rpg_megatron.environments.harbor import HarborSettings, play
 from rpg_megatron.rollout.episode import EpisodeTask, result_of
 from tests.support.commands import Command
 from tests.support.harbor_tasks import write_task
-from tests.support.images import make_root
+from tests.support.images import make_layout, make_root
 
 pytestmark = pytest.mark.skipif(shutil.which("bwrap") is None, reason="the package bubblewrap is missing")
 TEST = """#!/bin/bash
@@ -106,6 +106,17 @@ def test_an_episode_of_many_turns(tmp_path: Path, root: Path) -> None:
     for name in ("image_seconds", "tests_seconds", "shell_seconds"):
         assert metrics[name] > 0
     assert metrics["waiting_seconds"] >= 0
+
+
+@pytest.mark.parametrize(("said", "expected"), [("/home", "/home\n"), ("/", "/app\n"), ("", "/app\n")])
+def test_where_commands_start(tmp_path: Path, root: Path, said: str, expected: str) -> None:
+    """The image knows, also if a Dockerfile says another folder."""
+    place = write_task(tmp_path, "a", condition="true", solve="true", config="")
+    (place / "environment").mkdir()
+    (place / "environment/Dockerfile").write_text("FROM a\nWORKDIR /app\n")
+    image = make_layout(tmp_path / "layout", lambda tar: tar.add(root, "."), workdir=said)
+    calls = [("shell", {"command": "pwd"})]
+    assert asyncio.run(run(place, str(image), calls, cache=str(tmp_path / "cache")))[1] == [expected]
 
 
 def test_time_for_all_commands_and_for_each(tmp_path: Path, root: Path) -> None:

@@ -16,10 +16,12 @@ import tarfile
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from rpg_megatron.config import UserError
+from rpg_megatron.config.files import folder_size, remove
 from rpg_megatron.environments import images
 from rpg_megatron.environments.images import open_image
 from tests.support.images import VARIABLES, make_layout, make_root, make_sif, make_squashfs
@@ -97,6 +99,64 @@ def test_a_layout_of_several_layers(tmp_path: Path) -> None:
         assert (image.variables, image.workdir) == (VARIABLES, "/app")
 
 
+def test_folders_keep_their_modes(tmp_path: Path) -> None:
+    """In /tmp everybody may write, and remove only own files."""
+    folder, link = {"type": tarfile.DIRTYPE}, {"type": tarfile.SYMTYPE, "linkname": "tmp"}
+    members = [add("tmp", mode=0o1777, **folder), add("closed", mode=0o500, **folder)]
+    members += [add("closed/x"), add("was", mode=0o777, **folder), add("set", mode=0o6755, **folder)]
+    source = make_layout(tmp_path / "layout", layer(add("usr/a"), *members), layer(add("was", **link)))
+    with open_image(str(source), tmp_path / "cache") as image:
+        modes = {p.name: p.stat().st_mode & 0o7777 for p in image.root.iterdir() if not p.is_symlink()}
+        assert (modes["tmp"], modes["closed"], modes["set"]) == (0o1777, 0o700, 0o755)
+        assert (image.root / "was").is_symlink()
+
+
+def bomb_of_zeros(tmp_path: Path) -> Path:
+    """Less than a MiB, which becomes 200."""
+    return make_layout(tmp_path / "bomb", layer(add("usr/a"), add("large", bytes(200 << 20))))
+
+
+def bomb_of_layers(tmp_path: Path) -> Path:
+    """Each fits."""
+    return make_layout(tmp_path / "bomb", *[layer(add(f"usr/{n}", bytes(7 << 20))) for n in range(4)])
+
+
+def bomb_of_names(tmp_path: Path) -> Path:
+    return make_layout(tmp_path / "bomb", layer(*[add(f"usr/{n}") for n in range(50_000)]))
+
+
+def bomb_of_squashfs(tmp_path: Path) -> Path:
+    root = small(tmp_path / "root")
+    os.truncate(root / "usr/share/large", 200 << 20)  # a hole
+    return make_sif(root, tmp_path / "bomb")
+
+
+def bomb_of_folder(tmp_path: Path) -> Path:
+    return small(tmp_path / "bomb", size=21 << 20)
+
+
+@pytest.mark.parametrize("make", [
+    bomb_of_zeros, bomb_of_layers, bomb_of_names, pytest.param(bomb_of_squashfs, marks=needs_squashfs),
+    pytest.param(bomb_of_folder, marks=pytest.mark.skipif(os.geteuid() != 0, reason="used where it is")),
+])  # fmt: skip
+def test_an_image_larger_than_the_limit_is_refused_before_it_is_written(
+    tmp_path: Path, make: Callable[[Path], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The largest file that is ever there is smaller than the limit."""
+    bomb, cache, seen = make(tmp_path), tmp_path / "cache", [0]
+
+    def look_before(path: Path, **options: Any) -> None:
+        seen.append(folder_size(cache))
+        remove(path, **options)
+
+    monkeypatch.setattr(images, "remove", look_before)
+    refused = pytest.raises(UserError, match=r"the cache a limit of 0\.02 GiB; raise that \(cache_gib\)")
+    with refused, open_image(str(bomb), cache, 0.02):
+        pass
+    assert max(seen) < 0.02 * 2**30
+    assert [path.suffix for path in cache.iterdir()] == [".lock"], "nothing is left"
+
+
 HOSTILE = {
     "climbs": [add("../../outside", b"x")],
     "goes through a link": [add("out", type=tarfile.SYMTYPE, linkname="/tmp"), add("out/rpg-outside", b"x")],
@@ -144,7 +204,7 @@ def test_links_do_not_lead_to_attributes_of_files_outside(tmp_path: Path) -> Non
 def test_a_part_that_an_eviction_leaves_is_not_taken_for_the_image(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    first, second = (str(make_layout(tmp_path / name, layer(add("usr/a", b"1" * 99)))) for name in "ab")
+    first, second = (str(make_layout(tmp_path / name, layer(add("usr/a", b"1" * 4000)))) for name in "ab")
 
     def is_killed(path: Path, **_: object) -> None:
         if path.is_dir():
@@ -156,7 +216,7 @@ def test_a_part_that_an_eviction_leaves_is_not_taken_for_the_image(
         pass
     with monkeypatch.context() as patch:
         patch.setattr(images, "remove", is_killed)
-        with pytest.raises(KeyboardInterrupt), open_image(second, cache, 1e-9):
+        with pytest.raises(KeyboardInterrupt), open_image(second, cache, 6000 / 2**30):
             pass
     with open_image(first, cache) as image:
         assert (image.root / "usr/a").exists()
@@ -211,6 +271,7 @@ def test_a_damaged_layer_is_told(tmp_path: Path) -> None:
 UNPACK = """
 import sys, time
 from pathlib import Path
+from rpg_megatron.config.files import folder_size, remove
 from rpg_megatron.environments import images
 original = images._unpack
 def counted(*arguments):

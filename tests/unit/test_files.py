@@ -77,6 +77,13 @@ def test_the_size_of_a_folder_that_changes_meanwhile(folder: Path, monkeypatch: 
     assert folder_size(folder / "missing") == 0
 
 
+def test_a_file_of_two_names_counts_once(folder: Path) -> None:
+    before = folder_size(folder)
+    (folder / "a").write_text("four")
+    os.link(folder / "a", folder / "sub" / "b")
+    assert folder_size(folder) == before + 4
+
+
 def test_what_lies_in_the_folder_is_read(tmp_path: Path, folder: Path) -> None:
     (folder / "sub" / "link").symlink_to("../file")
     os.link(folder / "file", folder / "hard")

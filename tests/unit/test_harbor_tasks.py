@@ -88,16 +88,18 @@ def test_what_is_read(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("config", "docker", "workdir"),
+    ("config", "docker", "workdirs"),
     [
-        ("", "", ""),
-        ("", "FROM a\nWORKDIR /a\nRUN x\nworkdir b\n", "/a/b"),
-        ('[environment]\nworkdir = "/c"', "FROM a\nWORKDIR /a\n", "/c"),
+        ("", "", ("", "/")),
+        ("", "FROM a\nWORKDIR /a\nRUN x\nworkdir b\n", ("", "/a/b")),
+        ("", "FROM a\nWORKDIR $HOME\n", ("", "/")),
+        ('[environment]\nworkdir = "/c"', "FROM a\nWORKDIR /a\n", ("/c", "/a")),
     ],
 )
-def test_where_programs_start(tmp_path: Path, config: str, docker: str, workdir: str) -> None:
+def test_where_programs_start(tmp_path: Path, config: str, docker: str, workdirs: tuple[str, str]) -> None:
     place = task_with(tmp_path, config, **{"environment__Dockerfile": docker})
-    assert read_task(place, "i").workdir == workdir
+    task = read_task(place, "i")
+    assert (task.workdir, task.built_workdir) == workdirs
 
 
 @pytest.mark.parametrize(
