@@ -271,7 +271,6 @@ def test_a_damaged_layer_is_told(tmp_path: Path) -> None:
 UNPACK = """
 import sys, time
 from pathlib import Path
-from rpg_megatron.config.files import folder_size, remove
 from rpg_megatron.environments import images
 original = images._unpack
 def counted(*arguments):
