@@ -61,9 +61,11 @@ async def fail() -> None:
 
 
 async def wait() -> None:
+    WAITING.set()
     await asyncio.sleep(60)
 
 
+WAITING = threading.Event()
 METHODS = {f.__name__: f for f in (double, touch, refuse, lose, fail, wait)}
 
 
@@ -224,8 +226,9 @@ def test_nobody_there_and_a_server_that_dies(address: str) -> None:
         Client(address, "secret", name="sampler", timeout=0.3)
     with serving(address) as endpoint:
         client = Client(endpoint, "secret", name="sampler", timeout=20)
+        WAITING.clear()
         call = Caller(client)
-        time.sleep(0.3)
+        assert WAITING.wait(20)
     call.join()
     with pytest.raises(RuntimeError, match=r"the sampler has ended \(while waiting for wait\); see its log"):
         raise call.error

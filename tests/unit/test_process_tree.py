@@ -7,15 +7,18 @@ kind; test_sandbox_attacks has what a sandbox does about it. Not covered: tables
 import os
 import subprocess
 import sys
-import time
 from types import SimpleNamespace
 
 import pytest
 
 from rpg_megatron.system.process_tree import MemoryOfProcesses, descendants
+from tests.support.launcher import wait_for
 
 MIB = 1 << 20
-BEGIN = "import mmap, os, select, socket, sys, threading, time, ctypes\nsys.stdin.readline()\n"
+BEGIN = (
+    "import mmap, os, select, socket, sys, threading, time, ctypes\n"
+    "print('begun', flush=True)\nsys.stdin.readline()\n"
+)
 KINDS: dict[str, tuple[str, int]] = {
     "memory": ("x = bytearray(b'1' * (50 << 20))", 50 * MIB),
     "memory of a child": ("os.fork() or [bytearray(b'1' * (50 << 20)), time.sleep(100)]", 50 * MIB),
@@ -55,16 +58,18 @@ def test_each_kind_of_memory_is_seen(kind: str) -> None:
         [sys.executable, "-c", code], stdin=pipe, stdout=pipe, start_new_session=True
     ) as child:
         try:
-            time.sleep(0.3)
+            child.stdout.readline()
             mine = [pid for pid in descendants() if os.getsid(pid) == child.pid]
             before = memory.look(mine)
             child.stdin.write(b"\n")
             child.stdin.flush()
             child.stdout.readline()
-            time.sleep(0.5)  # the child of the child
-            mine = [pid for pid in descendants() if os.getsid(pid) == child.pid]
-            memory.look(mine)
-            assert memory.look(mine) - before > 0.9 * least
+
+            def seen() -> bool:
+                mine = [pid for pid in descendants() if os.getsid(pid) == child.pid]
+                return memory.look(mine) - before > 0.9 * least
+
+            wait_for(seen, 20)  # the child of the child takes it later
         finally:
             os.killpg(child.pid, 9)
 
