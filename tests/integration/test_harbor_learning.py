@@ -49,13 +49,15 @@ device: cpu
 precision: {dtype: float32}
 training: {tokens_per_microbatch: 4096, logprob_chunk: 4096}
 """
+WAYS = ("{}", "cd /tmp; {}", "")
+"""Of a chat that the model is shown: the solution, in the wrong folder, and no call."""
 STEPS, BATCH = 10, (10, 8)
 """Of a run: steps, and tasks and samples of each."""
 
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with tasks, their image, their solutions as chats, and the two configurations."""
+    """A folder with tasks, their image, chats, and the two configurations."""
     place = tmp_path_factory.mktemp("learning")
     root = make_root(place / "root")
     (root / "etc/words").write_text("".join(f"{word}\n" * n for n, word in enumerate(WORDS, 1)))
@@ -67,18 +69,17 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
                 write_task(
                     place / "tasks", f"{n}-{word}", condition=test, solve=solution, instruction=instruction
                 )
-                call = {"name": "shell", "arguments": {"command": solution}}
-                messages: list[dict[str, Any]] = [
-                    {"role": "user", "content": instruction},
-                    {
-                        "role": "assistant",
-                        "content": "",
-                        "tool_calls": [{"type": "function", "function": call}],
-                    },
-                    {"role": "tool", "content": ""},
-                    {"role": "assistant", "content": "done"},
-                ]
-                chats.write(json.dumps({"messages": messages}) + "\n")
+                for way in WAYS:
+                    messages: list[dict[str, Any]] = [{"role": "user", "content": instruction}]
+                    if way:
+                        function = {"name": "shell", "arguments": {"command": way.format(solution)}}
+                        calls = [{"type": "function", "function": function}]
+                        messages += [
+                            {"role": "assistant", "content": "", "tool_calls": calls},
+                            {"role": "tool", "content": ""},
+                        ]
+                    messages.append({"role": "assistant", "content": "done"})
+                    chats.write(json.dumps({"messages": messages}) + "\n")
     (place / "tasks/images.json").write_text(json.dumps({"shell": str(root)}))
     (place / "sft.yaml").write_text(
         SETTINGS
@@ -90,7 +91,7 @@ model: {{path: {ROOT / "examples/calculator/model"}}}
 sft:
   data: {{path: {place / "solutions.jsonl"}, chat: true, max_tokens: 200}}
   batch_size: 30
-  epochs: 56
+  epochs: 40
 optimizer: {{lr: 2.0e-3, warmup_steps: 5}}
 """
     )
@@ -98,7 +99,7 @@ optimizer: {{lr: 2.0e-3, warmup_steps: 5}}
         SETTINGS.replace("{tok", "{minibatches: 5, tok")
         + f"""
 runs: {place / "runs"}
-model: {{path: {place / "runs/solutions-001/hf/step_000056"}}}
+model: {{path: {place / "runs/solutions-001/hf/step_000120"}}}
 data:
   source: {{type: "rpg_megatron.environments.harbor:problems", folder: {place / "tasks"}}}
   max_prompt_tokens: 64
@@ -113,7 +114,7 @@ rollout:
     system: ""
     max_turns: 4
     deadline: 600
-optimizer: {{lr: 3.0e-4, warmup_steps: 1}}
+optimizer: {{lr: 1.0e-4, warmup_steps: 1}}
 objective:
   divergence: urkl
   estimator: reinforce
@@ -145,7 +146,7 @@ def test_the_reward_rises(place: Path, seed: int) -> None:
 
 async def run_again(place: Path, rows: list[dict[str, Any]]) -> None:
     """The recorded calls of each episode give the recorded reward, in a sandbox of their own."""
-    tokenizer = AutoTokenizer.from_pretrained(place / "runs/solutions-001/hf/step_000056")
+    tokenizer = AutoTokenizer.from_pretrained(place / "runs/solutions-001/hf/step_000120")
     settings = HarborSettings(cache=str(place / "cache"))
 
     async def reward_of(row: dict[str, Any]) -> tuple[float, int]:
@@ -171,7 +172,7 @@ COUNTED = ("shell_calls", "edit_file_calls", "unknown_tool_calls")
 
 
 def calls_of(row: dict[str, Any], tokenizer: Any) -> Iterator[tuple[str, str]]:
-    """Names and arguments of the calls that a policy has written. A turn with one that is no JSON has none."""
+    """Names and arguments of the calls that a policy has written. None of a turn in which one is no JSON."""
     for own, tokens in groupby(zip(row["mask"], row["response"], strict=True), key=lambda pair: pair[0]):
         text = tokenizer.decode([token for _, token in tokens]) if own else ""
         try:
