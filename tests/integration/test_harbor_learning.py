@@ -128,8 +128,15 @@ engine: {{max_sequences: 80, kv_cache_gib: 0.25}}
     return place
 
 
+@pytest.fixture(scope="module")
+def loop() -> Iterator[asyncio.Runner]:
+    """Sandboxes of a process belong to one event loop."""
+    with asyncio.Runner() as runner:
+        yield runner
+
+
 @pytest.mark.parametrize("seed", [1, 2, 3])
-def test_the_reward_rises(place: Path, seed: int) -> None:
+def test_the_reward_rises(place: Path, loop: asyncio.Runner, seed: int) -> None:
     settings = [f"name=rl{seed}", f"seed={seed}", f"training.steps={STEPS}"]
     code, err = Command(place, "train", str(place / "rl.yaml"), *settings).finish(timeout=1500)
     assert code == 0, err
@@ -141,7 +148,7 @@ def test_the_reward_rises(place: Path, seed: int) -> None:
     error = sum(statistics.variance(rewards) / len(rewards) for rewards in (first, last)) ** 0.5
     assert 0.2 <= statistics.mean(row["reward"] for row in steps[0]) <= 0.5
     assert statistics.mean(last) - statistics.mean(first) > 2 * error
-    asyncio.run(run_again(place, [row for rows in steps for row in rows]))
+    loop.run(run_again(place, [row for rows in steps for row in rows]))
 
 
 async def run_again(place: Path, rows: list[dict[str, Any]]) -> None:
