@@ -21,8 +21,8 @@ import subprocess
 import tarfile
 import tempfile
 import zlib
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Callable, Generator, Iterable, Iterator
+from contextlib import ExitStack, closing, contextmanager, suppress
 from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple, cast
 
@@ -55,10 +55,12 @@ _PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 _SIF_HEADER, _SIF_ENTRY = struct.Struct("<32s10s3s3s16s8q"), struct.Struct("<iBIIIqq8x32x128s2i")
 _SIF_ENTRY_SIZE, _SIF_SYSTEM = 585, (0x4004, 1, 2)
 """Bytes of an entry; type, file system and kind of that with the files: partition, squashfs, primary."""
-_LISTED = re.compile(r"^[-bcpdls][-rwxsStT]{9} \d+/\d+ +(\d+) ", re.MULTILINE)
+_LISTED = re.compile(rb"[-bcpdls][-rwxsStT]{9} \d+/\d+ +(\d+) ")
 """A line of ``unsquashfs -lln``; group 1: bytes."""
 _ENTRY = 512
 """Bytes that each file, folder or link counts besides its content."""
+_MOST = 2_000_000
+"""Files, folders and links of a layer or squashfs: the memory of those that list them."""
 _VARIABLE = re.compile(r'^export ([A-Z_a-z][A-Z_a-z0-9]*)="?(?:\$\{\1:-"?)?([^"$`]*)"?\}?"?;?$', re.MULTILINE)
 """A line of a script in ``.singularity.d/env``, as Apptainer writes it for an image of Docker's."""
 
@@ -165,8 +167,8 @@ def _unpack(source: Path, kind: str, place: Path, limit_gib: float) -> None:
         root = str(part / "root")
         if kind == "squashfs":
             offset = str(_squashfs_offset(source))
-            listed = _run("unsquashfs", "-lln", "-offset", offset, str(source))
-            _check_size((int(size) for size in _LISTED.findall(listed)), limit_gib)
+            with closing(_listed_sizes(offset, str(source))) as sizes:
+                _check_size(sizes, limit_gib)
             # Extended attributes and devices need rights.
             _run("unsquashfs", "-no-progress", "-no-xattrs", "-excludes", "-offset", offset, "-dest", root,
                  str(source), "dev/*")  # fmt: skip
@@ -187,7 +189,9 @@ def _unpack(source: Path, kind: str, place: Path, limit_gib: float) -> None:
 
 def _check_size(sizes: Iterable[int], limit_gib: float, before: int = 0) -> int:
     """The sum of bytes with those before. Raises ValueError, as soon as it is known, if it is too large."""
-    for size in sizes:
+    for number, size in enumerate(sizes):
+        if number == _MOST:
+            raise ValueError(f"it has more than {_MOST} files, folders and links")
         before += size + _ENTRY
         if before > limit_gib * 2**30:
             said = f"it has {before / 2**30:.2g} GiB or more, and the cache a limit of {limit_gib:g} GiB"
@@ -195,16 +199,33 @@ def _check_size(sizes: Iterable[int], limit_gib: float, before: int = 0) -> int:
     return before
 
 
-def _run(program: str, *arguments: str) -> str:
+def _listed_sizes(offset: str, source: str) -> Generator[int]:
+    """Bytes of each file of a squashfs, as they are listed: a whole listing may be larger than memory."""
+    command = [_found("unsquashfs"), "-lln", "-offset", offset, source]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as listing:
+        assert listing.stdout is not None
+        try:
+            yield from (int(said[1]) for line in listing.stdout if (said := _LISTED.match(line)))
+            if listing.wait():
+                raise ValueError("unsquashfs fails: it cannot list the files")
+        finally:
+            listing.kill()  # it may have more to say
+
+
+def _found(program: str) -> str:
     if shutil.which(program) is None:
         raise UserError(
             f"{program} is not on the PATH; install squashfs-tools on each node, or unpack the image"
         )
+    return program
+
+
+def _run(program: str, *arguments: str) -> None:
+    _found(program)
     done = subprocess.run([program, *arguments], stdin=subprocess.DEVNULL, capture_output=True)
     if done.returncode:
         said = (done.stderr or done.stdout).decode(errors="replace").strip().splitlines() or ["no message"]
         raise ValueError(f"{program} fails: {said[-1]}")
-    return done.stdout.decode(errors="replace")
 
 
 def _unpack_layers(source: Path, part: Path, limit_gib: float) -> None:

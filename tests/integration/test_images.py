@@ -15,6 +15,7 @@ import sys
 import tarfile
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -155,6 +156,29 @@ def test_an_image_larger_than_the_limit_is_refused_before_it_is_written(
         pass
     assert max(seen) < 0.02 * 2**30
     assert [path.suffix for path in cache.iterdir()] == [".lock"], "nothing is left"
+
+
+@pytest.mark.parametrize(
+    "make", [pytest.param(make_squashfs, marks=needs_squashfs), pytest.param(None, id="layout")]
+)
+def test_more_files_than_memory_has_room_for_are_refused(
+    tmp_path: Path, make: Callable[[Path, Path], Path] | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The listing of a squashfs is read as it comes, and ended."""
+    if make:
+        root = small(tmp_path / "root")
+        for n in range(3000):
+            (root / f"{n}-{'x' * 200}").touch()
+        source = make(root, tmp_path / "image")
+    else:
+        source = make_layout(tmp_path / "image", layer(*[add(f"usr/{n}") for n in range(3000)]))
+    for most, refused in ((4000, False), (2500, True)):
+        monkeypatch.setattr(images, "_MOST", most)
+        expected = (
+            pytest.raises(UserError, match=r"it has more than 2500 files") if refused else nullcontext()
+        )
+        with expected, open_image(str(source), tmp_path / f"cache-{most}"):
+            pass
 
 
 HOSTILE = {
