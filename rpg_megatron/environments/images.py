@@ -40,6 +40,7 @@ from rpg_megatron.config.files import (
     rename,
 )
 from rpg_megatron.environments.sandbox_limits import own_user
+from rpg_megatron.system.child import start_program
 
 _DAMAGED = (
     OSError,
@@ -202,7 +203,7 @@ def _check_size(sizes: Iterable[int], limit_gib: float, before: int = 0) -> int:
 def _listed_sizes(offset: str, source: str) -> Generator[int]:
     """Bytes of each file of a squashfs, as they are listed: a whole listing may be larger than memory."""
     command = [_found("unsquashfs"), "-lln", "-offset", offset, source]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as listing:
+    with start_program(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as listing:
         assert listing.stdout is not None
         try:
             yield from (int(said[1]) for line in listing.stdout if (said := _LISTED.match(line)))
@@ -222,9 +223,11 @@ def _found(program: str) -> str:
 
 def _run(program: str, *arguments: str) -> None:
     _found(program)
-    done = subprocess.run([program, *arguments], stdin=subprocess.DEVNULL, capture_output=True)
-    if done.returncode:
-        said = (done.stderr or done.stdout).decode(errors="replace").strip().splitlines() or ["no message"]
+    # It ends with this process: the next one that wants the image begins anew in the same place.
+    with start_program([program, *arguments], stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        stdout, stderr = process.communicate()
+    if process.returncode:
+        said = (stderr or stdout).decode(errors="replace").strip().splitlines() or ["no message"]
         raise ValueError(f"{program} fails: {said[-1]}")
 
 

@@ -26,7 +26,9 @@ from rpg_megatron.config.files import folder_size, remove
 from rpg_megatron.environments import images
 from rpg_megatron.environments.images import open_image
 from tests.support.images import VARIABLES, make_layout, make_root, make_sif, make_squashfs
+from tests.support.launcher import wait_for
 from tests.support.ranks import ROOT
+from tests.support.sandboxes import outside
 
 needs_squashfs = pytest.mark.skipif(shutil.which("mksquashfs") is None, reason="squashfs-tools is missing")
 
@@ -315,6 +317,26 @@ def workers(count: int, *arguments: Path) -> list[subprocess.Popen[str]]:
     command = [sys.executable, "-c", UNPACK, *map(str, arguments)]
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True, "cwd": ROOT}
     return [subprocess.Popen(command, **pipes) for _ in range(count)]  # type: ignore[call-overload]
+
+
+def test_a_killed_process_leaves_no_program_that_unpacks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It would write where the next process does. Two programs unpack; each is held by one of its name."""
+    mark, programs = f"1000.{os.getpid()}", tmp_path / "programs"
+    programs.mkdir()
+    source = make_layout(tmp_path / "image", layer(add("usr/share/file", b"image")))
+    with monkeypatch.context() as patch:
+        (programs / "chmod").write_text(f"#!/bin/sh\nexec sleep {mark}\n")
+        (programs / "chmod").chmod(0o755)
+        patch.setenv("PATH", str(programs), prepend=os.pathsep)
+        [owner] = workers(1, source, tmp_path / "cache", tmp_path / "log")
+        wait_for(lambda: [line for line in outside(mark) if line.startswith("sleep")])
+        owner.kill()
+        owner.communicate()
+    wait_for(lambda: not outside(mark))
+    [owner] = workers(1, source, tmp_path / "cache", tmp_path / "log")
+    assert owner.communicate("")[0] == "image\n"
 
 
 def image_of(tmp_path: Path, name: str, size: int = 0) -> Path:
