@@ -11,6 +11,7 @@ import posixpath
 import re
 import tomllib
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from functools import lru_cache
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple
@@ -165,6 +166,25 @@ def find_tasks(
         except UserError as e:
             refused[place.name] = str(e)
     return tasks, unmapped, refused
+
+
+def node_note(episode: Mapping[str, Any], source: Mapping[str, Any], at_once: int) -> str:
+    """What a node needs for the episodes of ``harbor.py``, as a note.
+
+    episode, source: their settings, with ``type``; at_once: most episodes at the same time. Empty: others.
+    """
+    if episode.get("type") != "rpg_megatron.environments.harbor:play":
+        return ""
+    most, which = _MEMORY + _STORAGE, "the default of a task"
+    if source.get("type") == "rpg_megatron.environments.harbor:problems":
+        with suppress(UserError):  # it is told where tasks are read
+            tasks, *_ = find_tasks(str(source.get("folder")), source.get("images"))
+            most = max((t.memory_mib + t.storage_mib for t in tasks), default=most)
+            which = f"the largest of {len(tasks)} tasks" if tasks else which
+    total = f"{at_once:,} episodes at once x {most:,} MiB ({which}: memory_mb + storage_mb)"
+    disk = f"{episode.get('cache_gib', 100.0):g} GiB of disk (cache_gib), and an image while it is unpacked"
+    total += f" = {at_once * most / 1024:,.0f} GiB"
+    return f"episodes in images need on rank 0's node: memory, at their limits {total}; {disk}"
 
 
 def _listed(unmapped: list[str], refused: Mapping[str, str]) -> list[str]:

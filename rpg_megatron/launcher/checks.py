@@ -9,6 +9,7 @@ UserError (what is wrong, where, and how to fix it) and may return warnings. No 
 from __future__ import annotations
 
 import importlib.util
+import math
 import re
 import sys
 import threading
@@ -28,6 +29,7 @@ from rpg_megatron.config import ModelShape, Settings, UserError, read_model_shap
 from rpg_megatron.config.combinations import find_problems
 from rpg_megatron.config.data import DataSettings
 from rpg_megatron.engine.arguments import check_engine_arguments
+from rpg_megatron.environments.harbor_tasks import node_note
 from rpg_megatron.launcher import input_checks, layer_checks, preflight, teacher_checks
 from rpg_megatron.launcher.episode_trial import try_episode
 from rpg_megatron.launcher.fine_tuning import check_conversations
@@ -262,7 +264,9 @@ def preparing(settings: Settings, *, weights: bool = True, nodes: int = 1) -> Ch
 
 
 def not_checked(run: CheckedRun) -> list[str]:
-    """What the checks of a run that is only prepared leave out besides the machine; empty: nothing."""
+    """What the checks of a run that is only prepared leave out besides the machine, and what episodes in
+    images will need there; empty: nothing.
+    """
     settings, left_out = run.settings, []
     if "weights" not in run.has:
         left_out.append("the weights of the model")
@@ -273,4 +277,11 @@ def not_checked(run: CheckedRun) -> list[str]:
         left_out.append(f"data on the hub ({', '.join(hub)})")
     if "code" not in run.has and (settings.reward.has_custom or any(list_custom_code(settings))):
         left_out.append("your own code, since there is no torch")
-    return [f"not checked here, but by train: {', '.join(left_out)}"] if left_out else []
+    told = [f"not checked here, but by train: {', '.join(left_out)}"] if left_out else []
+    rollout, source = settings.rollout, settings.data.source
+    if rollout.episode is None:
+        return told
+    groups = math.ceil(rollout.prompts_per_step * (rollout.dynamic.oversample if rollout.dynamic else 1))
+    at_once = groups * rollout.samples_per_prompt * (1 + rollout.ahead)
+    note = node_note(rollout.episode.model_dump(), source.model_dump() if source else {}, at_once)
+    return [*told, note] if note else told

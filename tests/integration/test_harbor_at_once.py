@@ -119,6 +119,8 @@ def test_a_killed_process_leaves_nothing(config_file: Path, tmp_path: Path, kill
     said, _ = run.communicate()
     if killed != "driver":
         assert json.loads(said)["failures"] == 0, said
+    if killed == "sandbox":
+        assert sum(json.loads(said)["parts"]["env/no_reward"]) == 1
     wait_until(lambda: not alive(before))
     check_nothing_is_left(tmp_path, mounts)
     again = start(config_file, tmp_path, 2, **keys)

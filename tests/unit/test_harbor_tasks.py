@@ -12,9 +12,10 @@ from pathlib import Path
 
 import pytest
 
-from rpg_megatron.config import UserError
+from rpg_megatron.config import UserError, load_settings
 from rpg_megatron.environments import harbor_tasks
 from rpg_megatron.environments.harbor_tasks import find_tasks, problems, read_task
+from rpg_megatron.launcher.checks import CheckedRun, not_checked
 from tests.support.harbor_tasks import CONFIG, write_task
 
 HARBOR = {
@@ -168,3 +169,29 @@ def test_images_by_task_name_and_docker_image(tmp_path: Path) -> None:
 def test_a_folder_without_tasks_is_told(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"has a task.toml and an image"):
         problems(folder=str(tmp_path), images={})
+
+
+def test_what_a_node_needs_is_a_note_of_its_plan(tmp_path: Path, config_file: Path) -> None:
+    """Of the largest task; other episodes have no note."""
+    for name, memory in (("a", "512"), ("b", "3072")):
+        config = CONFIG.replace("memory_mb = 256", f"memory_mb = {memory}")
+        write_task(tmp_path / "tasks", name, condition="true", solve="true", config=config)
+    (tmp_path / "tasks/images.json").write_text('{"shell": "image"}')
+    rollout = {"prompts_per_step": 4, "samples_per_prompt": 2, "ahead": 1}
+    settings = [f"rollout.{name}={value}" for name, value in rollout.items()]
+    settings += ["correction.type=truncate", "data.path=null"]
+    place = f"folder: {tmp_path / 'tasks'}"
+    settings += [f"data.source={{type: 'rpg_megatron.environments.harbor:problems', {place}}}"]
+
+    def notes(episode: str) -> str:
+        run = CheckedRun(load_settings(config_file, [*settings, f"rollout.episode={{type: {episode}}}"]))
+        return " ".join(not_checked(run))
+
+    said = notes("rpg_megatron.environments.harbor:play, cache_gib: 7")
+    assert "16 episodes at once x 3,088 MiB (the largest of 2 tasks: memory_mb + storage_mb) = 48 GiB" in said
+    assert "7 GiB of disk" in said
+    assert "in images" not in notes("a:b")
+    (tmp_path / "tasks/images.json").unlink()
+    assert "16 episodes at once x 3,072 MiB (the default of a task" in notes(
+        "rpg_megatron.environments.harbor:play"
+    )
