@@ -56,7 +56,7 @@ _PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 _SIF_HEADER, _SIF_ENTRY = struct.Struct("<32s10s3s3s16s8q"), struct.Struct("<iBIIIqq8x32x128s2i")
 _SIF_ENTRY_SIZE, _SIF_SYSTEM = 585, (0x4004, 1, 2)
 """Bytes of an entry; type, file system and kind of that with the files: partition, squashfs, primary."""
-_LISTED = re.compile(rb"[-bcpdls][-rwxsStT]{9} \d+/\d+ +(\d+) ")
+_LISTED = re.compile(rb"[-bcpdls][-rwxsStT]{9} \d+/\d+ +(\d+)[, ]")
 """A line of ``unsquashfs -lln``; group 1: bytes."""
 _ENTRY = 512
 """Bytes that each file, folder or link counts besides its content."""
@@ -225,7 +225,11 @@ def _run(program: str, *arguments: str) -> None:
     _found(program)
     # It ends with this process: the next one that wants the image begins anew in the same place.
     with start_program([program, *arguments], stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
-        stdout, stderr = process.communicate()
+        try:
+            stdout, stderr = process.communicate()
+        except BaseException:
+            process.kill()
+            raise
     if process.returncode:
         said = (stderr or stdout).decode(errors="replace").strip().splitlines() or ["no message"]
         raise ValueError(f"{program} fails: {said[-1]}")
@@ -242,7 +246,7 @@ def _unpack_layers(source: Path, part: Path, limit_gib: float) -> None:
         if "zstd" in layer["mediaType"]:
             raise ValueError(f"a layer is compressed by zstd ({layer['digest']}); make the image with gzip")
         with tarfile.open(_blob(source, layer["digest"])) as tar:
-            total = _check_size((member.size for member in tar), limit_gib, total)
+            total = _check_size(_sizes(tar), limit_gib, total)
             members, keep = tar.getmembers(), _safe_layer(part, modes)
             hidden = [m for m in members if PurePosixPath(m.name).name.startswith(".wh.")]
             tar.extractall(part, hidden, filter=keep)  # they hide files of layers below, not of this one
@@ -250,6 +254,14 @@ def _unpack_layers(source: Path, part: Path, limit_gib: float) -> None:
     for place, mode in modes.items():
         if place.is_dir() and real_path(place) == place:  # no link has come in its place
             place.chmod(mode)
+
+
+def _sizes(tar: tarfile.TarFile) -> Iterator[int]:
+    """Bytes of each member, which are what will be written."""
+    for member in tar:
+        if member.size < 0 or member.sparse is not None:  # type: ignore[attr-defined]
+            raise ValueError(f"a layer has the sparse file {member.name}; make the image without such")
+        yield member.size
 
 
 def _blob(source: Path, digest: str) -> Path:
@@ -287,15 +299,20 @@ def _safe_layer(
                 remove(each)
             return None
         if place.name.startswith(".wh."):
-            remove(place.with_name(place.name.removeprefix(".wh.")))
+            remove(hidden := place.with_name(place.name.removeprefix(".wh.")))
+            modes.pop(hidden, None)
             return None
         if member.isdev():
             return None
         if place.is_symlink() or (place.exists() and not (place.is_dir() and member.isdir())):
             remove(place)  # also a folder that a file replaces
         if member.islnk():
-            inside(member.linkname)
+            target = inside(member.linkname)
             member = member.replace(linkname=member.linkname.lstrip("/"), deep=False)
+            if target.is_symlink():
+                member.type, member.linkname = tarfile.SYMTYPE, os.readlink(target)
+            elif not target.is_file():  # tarfile would unpack the member of that name again, unfiltered
+                raise ValueError(f"a layer has the link {member.name} to {member.linkname}, which is no file")
         kept: Any = tarfile.tar_filter(member, str(root))
         kept = kept.replace(uid=None, gid=None, uname=None, gname=None, deep=False)
         if member.isdir():

@@ -114,6 +114,38 @@ def test_folders_keep_their_modes(tmp_path: Path) -> None:
         assert (image.root / "was").is_symlink()
 
 
+NULL = {"type": tarfile.CHRTYPE, "devmajor": 1, "devminor": 3}
+SYM, HARD = {"type": tarfile.SYMTYPE}, {"type": tarfile.LNKTYPE}
+UNCOUNTED = {
+    "a negative size": [add("d", type=tarfile.DIRTYPE, pax_headers={"size": "-1000000000000000"})],
+    "a negative size of a sparse file": [
+        add("d", type=tarfile.DIRTYPE, pax_headers={"GNU.sparse.realsize": "-1000000000000000"})
+    ],
+    "a link to a device": [add("null", **NULL), add("a", linkname="null", **HARD)],
+    "copies in place of links": [
+        add("f", bytes(9000)), add("l", linkname=".", **SYM), add("l/f", linkname="nowhere", **SYM),
+        *[add(f"copy-{n}", linkname="f", **HARD) for n in range(20)],
+    ],
+}  # fmt: skip
+"""Layers that would write what was not counted, or what the filter leaves out."""
+
+
+@pytest.mark.parametrize("what", UNCOUNTED)
+def test_layers_write_what_was_counted(tmp_path: Path, what: str) -> None:
+    source = make_layout(
+        tmp_path / "layout", layer(add("usr/a"), *UNCOUNTED[what], add("last", bytes(30_000)))
+    )
+    cache = tmp_path / "cache"
+    if what == "copies in place of links":
+        with open_image(str(source), cache) as image:
+            assert os.readlink(image.root / "copy-19") == "nowhere"
+            assert folder_size(image.root) < 40_000
+        return
+    with pytest.raises(UserError, match="sparse file d|link a to null"), open_image(str(source), cache):
+        pass
+    assert [path.suffix for path in cache.iterdir()] == [".lock"], "nothing is left"
+
+
 def bomb_of_zeros(tmp_path: Path) -> Path:
     """Less than a MiB, which becomes 200."""
     return make_layout(tmp_path / "bomb", layer(add("usr/a"), add("large", bytes(200 << 20))))
@@ -187,6 +219,10 @@ HOSTILE = {
     "climbs": [add("../../outside", b"x")],
     "goes through a link": [add("out", type=tarfile.SYMTYPE, linkname="/tmp"), add("out/rpg-outside", b"x")],
     "removes through a link": [add("out", type=tarfile.SYMTYPE, linkname="/tmp"), add("out/.wh.kept")],
+    "links a file through a link": [
+        add("f", type=tarfile.SYMTYPE, linkname="/etc"),
+        add("g", type=tarfile.LNKTYPE, linkname="f/passwd"),
+    ],
     "links a file outside": [add("f", type=tarfile.LNKTYPE, linkname="../../../../etc/passwd")],
 }
 
@@ -322,7 +358,7 @@ def workers(count: int, *arguments: Path) -> list[subprocess.Popen[str]]:
 def test_a_killed_process_leaves_no_program_that_unpacks(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It would write where the next process does. Two programs unpack; each is held by one of its name."""
+    """It would write where the next process does. One of the programs is held by another of its name."""
     mark, programs = f"1000.{os.getpid()}", tmp_path / "programs"
     programs.mkdir()
     source = make_layout(tmp_path / "image", layer(add("usr/share/file", b"image")))

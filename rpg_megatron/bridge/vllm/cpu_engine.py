@@ -124,7 +124,7 @@ def _normalize_by_kernels(current_platform: Any) -> None:
     def can_norm(x: Tensor, weight: Tensor | None, epsilon: float, variance_size: int | None = None) -> bool:
         if weight is None or variance_size is not None or x.shape[-1] % 16:
             return False
-        return x.dtype == weight.dtype == torch.float32
+        return x.dtype == weight.dtype == torch.float32 and weight.is_contiguous()
 
     def can_add(
         x: Tensor, x_residual: Tensor, weight: Tensor | None, epsilon: float, variance_size: int | None = None
@@ -136,7 +136,7 @@ def _normalize_by_kernels(current_platform: Any) -> None:
     def rms_norm(
         x: Tensor, weight: Tensor | None, epsilon: float, variance_size: int | None = None
     ) -> Tensor:
-        out = torch.empty(x.shape)
+        out = torch.empty(x.shape, dtype=x.dtype)
         kernels.rms_norm(out, x.contiguous(), weight, epsilon)
         return out
 
