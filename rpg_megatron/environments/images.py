@@ -259,7 +259,7 @@ def _unpack_layers(source: Path, part: Path, limit_gib: float) -> None:
 def _sizes(tar: tarfile.TarFile) -> Iterator[int]:
     """Bytes of each member, which are what will be written."""
     for member in tar:
-        if member.size < 0 or member.sparse is not None:  # type: ignore[attr-defined]
+        if member.size < 0 or member.sparse is not None:
             raise ValueError(f"a layer has the sparse file {member.name}; make the image without such")
         yield member.size
 
