@@ -11,7 +11,7 @@ import struct
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 
 import pytest
@@ -62,6 +62,21 @@ class Meeting:
         self.until(lambda: node in self.server.joined)
         return channel
 
+    def leave(self, node: int, channel: ControlChannel) -> None:
+        """Close a node's channel; returns when the server's side is closed, which the server has not read."""
+        (descriptor,) = (d for d, n in self.server._by_connection.items() if n == node)
+        inode = os.fstat(descriptor).st_ino
+
+        def is_closed() -> bool:
+            try:
+                return os.fstat(descriptor).st_ino != inode
+            except OSError:
+                return True
+
+        channel.close()
+        wait_for(is_closed, 20)
+        assert descriptor in self.server.socket.open
+
 
 @pytest.fixture
 def settings(config_file: Path) -> Settings:
@@ -83,8 +98,10 @@ def test_a_stranger_that_resets_its_connection(meeting: Meeting) -> None:
     null = b"\xff" + bytes(8) + b"\x7f\x03\x00NULL" + bytes(48)  # ZeroMQ without keys is refused
     stranger = meeting.knock()
     meeting.until(lambda: meeting.server.socket.open)
+    stranger.settimeout(20)
     stranger.sendall(null)
-    time.sleep(0.2)  # ZeroMQ reads it
+    with suppress(ConnectionError):
+        stranger.recv(64, socket.MSG_WAITALL)  # ZeroMQ has read it: it sends its version and keys after ours
     stranger.close()
     meeting.until(lambda: not meeting.server.socket.open)
 
@@ -124,9 +141,7 @@ def test_many_strangers_do_not_stop_the_heartbeats(meeting: Meeting) -> None:
 
 
 def test_a_lost_node_whose_descriptor_another_node_has(meeting: Meeting) -> None:
-    meeting.join(1).close()
-    wait_for(lambda: meeting.server.socket._events.poll(0), 20)
-    time.sleep(0.2)
+    meeting.leave(1, meeting.join(1))
     meeting.join(2)
     meeting.until(lambda: meeting.server.channels[1].lost)
     assert meeting.server.channels[1].lost == "its launcher has exited"
@@ -163,8 +178,7 @@ def test_last_words_are_the_cause(settings: Settings, monkeypatch: pytest.Monkey
 
         def late() -> Iterator[dict[str, object]]:
             first.send("refused", message="no GPU is visible")
-            first.close()
-            time.sleep(0.5)
+            meeting.leave(1, first)
             return receive()
 
         with monkeypatch.context() as patch:

@@ -44,13 +44,14 @@ Handler = Callable[[Request], Response]
 
 def generate(handler: Handler, experts: ExpertShape | None = None, **changes: Any) -> list[Sample]:
     """Generate from a real server on a socket."""
+    ended = asyncio.Event()
 
     async def serve(request: web.Request) -> web.Response:
         body = json.loads(await request.read())
         try:
             response = handler(Request(request.path, request.headers["authorization"], body))
         except TimeoutError:
-            await asyncio.sleep(3)
+            await ended.wait()
             raise
         except ConnectionError:
             request.transport.close()
@@ -71,6 +72,7 @@ def generate(handler: Handler, experts: ExpertShape | None = None, **changes: An
             return await client.generate(np.array([1, 2], np.int32), **sampling)
         finally:
             await client.close()
+            ended.set()
             await runner.cleanup()
 
     with tempfile.TemporaryDirectory() as folder:

@@ -50,7 +50,7 @@ class Engine:
         self.index, self.work = index, work
         self.weights, self.up, self.slow = -1, True, 0.0
         self.core_answers = True
-        self.asked = 0
+        self.asked = self.probes = 0
         self.fail: Callable[[int], str | None] = lambda request: None
         self.sync_error: Exception | None = None
         self.posted: list[str] = []
@@ -75,6 +75,7 @@ class Engine:
         return self.up
 
     async def is_progressing(self, timeout: float) -> bool:
+        self.probes += 1
         if self.up and self.core_answers:
             return True
         await asyncio.sleep(timeout if self.up else 0)  # nobody listens, or nobody answers
@@ -321,7 +322,7 @@ def test_a_silent_engine_is_lost(tmp_path: Path) -> None:
         engines = [Engine(0, tmp_path)]
         pool = EnginePool(EngineSettings(health_timeout=0.05), engines, tmp_path)
         await pool.sync(NOTHING, 5, resync=False)
-        await asyncio.sleep(0.2)
+        await until(lambda: engines[0].probes >= 4)
         assert take_request(tmp_path, 0, 0) is None
         engines[0].up = False
         await until(lambda: pool.engines[0].is_restarting)
@@ -342,7 +343,7 @@ def test_an_engine_that_hangs_is_lost_though_its_server_answers(tmp_path: Path, 
                 await pool.sync(NOTHING, 5, resync=False)
             else:
                 pool.require_version(None)
-            await asyncio.sleep(0.2)
+            await until(lambda engine=engines[0]: engine.probes >= 4)
             assert not pool.engines[0].is_restarting
             engines[0].core_answers = False
             await until(lambda pool=pool: pool.engines[0].is_restarting)

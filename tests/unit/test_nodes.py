@@ -13,7 +13,6 @@ import socket
 import stat
 import sys
 import threading
-import time
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +41,7 @@ from rpg_megatron.launcher.nodes import (
     transport_note,
 )
 from rpg_megatron.launcher.preflight import check_gpus
+from tests.support.launcher import wait_for
 
 STEP = {
     "SLURM_JOB_ID": "77",
@@ -295,7 +295,12 @@ def test_nodes_meet_though_strangers_knock(settings: Settings) -> None:
         assert wait_for_message(channel) == {"kind": "hello", "word": "x"}
         for other in (silent, stranger, second):
             other.close()
-        time.sleep(0.2)
+
+        def is_alone() -> bool:
+            host.pump()
+            return len(host.socket.open) == 1
+
+        wait_for(is_alone, 20)
         channel.send("still here")
         assert wait_for_message(host.channels[1]) == {"kind": "still here"}
         assert host.channels[1].lost == ""

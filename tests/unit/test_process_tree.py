@@ -23,8 +23,9 @@ KINDS: dict[str, tuple[str, int]] = {
     "memory": ("x = bytearray(b'1' * (50 << 20))", 50 * MIB),
     "memory of a child": ("os.fork() or [bytearray(b'1' * (50 << 20)), time.sleep(100)]", 50 * MIB),
     "memory of a process whose first thread has ended": (
-        "def run():\n time.sleep(0.1); x = bytearray(b'1' * (50 << 20))\n"
+        "def run():\n while not ended(): time.sleep(0.001)\n x = bytearray(b'1' * (50 << 20))\n"
         " print('taken', flush=True); time.sleep(99)\n"
+        "def ended(): return open(f'/proc/{os.getpid()}/stat').read().rsplit(') ')[-1][0] == 'Z'\n"
         "threading.Thread(target=run).start()\nctypes.CDLL(None).syscall(EXIT, 0)",
         50 * MIB,
     ),
