@@ -278,9 +278,10 @@ def not_checked(run: CheckedRun) -> list[str]:
     if "code" not in run.has and (settings.reward.has_custom or any(list_custom_code(settings))):
         left_out.append("your own code, since there is no torch")
     told = [f"not checked here, but by train: {', '.join(left_out)}"] if left_out else []
-    rollout, source = settings.rollout, settings.data.source
+    rollout = settings.rollout
     if rollout.episode is None:
         return told
+    source = settings.data.source if settings.data else None
     groups = math.ceil(rollout.prompts_per_step * (rollout.dynamic.oversample if rollout.dynamic else 1))
     at_once = groups * rollout.samples_per_prompt * (1 + rollout.ahead)
     note = node_note(rollout.episode.model_dump(), source.model_dump() if source else {}, at_once)
