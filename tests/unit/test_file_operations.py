@@ -35,6 +35,7 @@ READS = {"read_text", "read_bytes", "write_text", "write_bytes"}
 MAY_CHANGE = {
     "bridge/vllm/cpu_engine.py": "opens /dev/null",
     "config/files.py": "the module",
+    "environments/images.py": "modes of folders of an image, in its part of the cache",
     "environments/image_root.py": "in a sandbox's folder, while no program runs there",
     "environments/sandbox_process.py": "in a sandbox's folder, while no program runs there",
     "system/sandbox.py": "tries to open /dev/null, for doctor",
