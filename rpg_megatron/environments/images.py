@@ -192,7 +192,7 @@ def _check_size(sizes: Iterable[int], limit_gib: float, before: int = 0) -> int:
     """The sum of bytes with those before. Raises ValueError, as soon as it is known, if it is too large."""
     for number, size in enumerate(sizes):
         if number == _MOST:
-            raise ValueError(f"it has more than {_MOST} files, folders and links")
+            raise ValueError(f"it has more than {_MOST:,} files, folders and links; make one with fewer")
         before += size + _ENTRY
         if before > limit_gib * 2**30:
             said = f"it has {before / 2**30:.2g} GiB or more, and the cache a limit of {limit_gib:g} GiB"

@@ -264,9 +264,7 @@ def preparing(settings: Settings, *, weights: bool = True, nodes: int = 1) -> Ch
 
 
 def not_checked(run: CheckedRun) -> list[str]:
-    """What the checks of a run that is only prepared leave out besides the machine, and what episodes in
-    images will need there; empty: nothing.
-    """
+    """What the checks of a run that is only prepared leave out besides the machine; empty: nothing."""
     settings, left_out = run.settings, []
     if "weights" not in run.has:
         left_out.append("the weights of the model")
@@ -277,12 +275,16 @@ def not_checked(run: CheckedRun) -> list[str]:
         left_out.append(f"data on the hub ({', '.join(hub)})")
     if "code" not in run.has and (settings.reward.has_custom or any(list_custom_code(settings))):
         left_out.append("your own code, since there is no torch")
-    told = [f"not checked here, but by train: {', '.join(left_out)}"] if left_out else []
+    return [f"not checked here, but by train: {', '.join(left_out)}"] if left_out else []
+
+
+def needs_of_images(settings: Settings) -> list[str]:
+    """What episodes in images need on a node; empty: there are none."""
     rollout = settings.rollout
     if rollout.episode is None:
-        return told
+        return []
     source = settings.data.source if settings.data else None
     groups = math.ceil(rollout.prompts_per_step * (rollout.dynamic.oversample if rollout.dynamic else 1))
     at_once = groups * rollout.samples_per_prompt * (1 + rollout.ahead)
     note = node_note(rollout.episode.model_dump(), source.model_dump() if source else {}, at_once)
-    return [*told, note] if note else told
+    return [note] if note else []

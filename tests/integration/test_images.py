@@ -209,7 +209,7 @@ def test_more_files_than_memory_has_room_for_are_refused(
     for most, refused in ((4000, False), (2500, True)):
         monkeypatch.setattr(images, "_MOST", most)
         expected = (
-            pytest.raises(UserError, match=r"it has more than 2500 files") if refused else nullcontext()
+            pytest.raises(UserError, match=r"it has more than 2,500 files") if refused else nullcontext()
         )
         with expected, open_image(str(source), tmp_path / f"cache-{most}"):
             pass

@@ -15,7 +15,7 @@ import pytest
 from rpg_megatron.config import UserError, load_settings
 from rpg_megatron.environments import harbor_tasks
 from rpg_megatron.environments.harbor_tasks import find_tasks, problems, read_task
-from rpg_megatron.launcher.checks import CheckedRun, not_checked
+from rpg_megatron.launcher.checks import needs_of_images
 from tests.support.harbor_tasks import CONFIG, write_task
 
 HARBOR = {
@@ -184,8 +184,8 @@ def test_what_a_node_needs_is_a_note_of_its_plan(tmp_path: Path, config_file: Pa
     settings += [f"data.source={{type: 'rpg_megatron.environments.harbor:problems', {place}}}"]
 
     def notes(episode: str) -> str:
-        run = CheckedRun(load_settings(config_file, [*settings, f"rollout.episode={{type: {episode}}}"]))
-        return " ".join(not_checked(run))
+        run = load_settings(config_file, [*settings, f"rollout.episode={{type: {episode}}}"])
+        return " ".join(needs_of_images(run))
 
     said = notes("rpg_megatron.environments.harbor:play, cache_gib: 7")
     assert "16 episodes at once x 3,088 MiB (the largest of 2 tasks: memory_mb + storage_mb) = 48 GiB" in said

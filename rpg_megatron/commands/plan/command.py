@@ -16,7 +16,7 @@ from rpg_megatron.commands.plan.plan import Plan, Target, lighter, plan_for, sma
 from rpg_megatron.commands.plan.plan import sweep as layouts
 from rpg_megatron.commands.plan.step_time import estimate_step
 from rpg_megatron.config import Settings, UserError, read_model_shape
-from rpg_megatron.launcher.checks import has_weights, not_checked, preparing, run_checks
+from rpg_megatron.launcher.checks import has_weights, needs_of_images, not_checked, preparing, run_checks
 
 
 def run_plan(
@@ -46,7 +46,7 @@ def run_plan(
     for_target = with_local_model(settings.model_copy(update={"device": target.device}), hub=False)
     settings = with_local_model(for_target, weights=False)
     subject = preparing(settings, weights=settings is for_target and has_weights(settings.model.path))
-    notes = [*run_checks(subject, told=True), *not_checked(subject)]
+    notes = [*run_checks(subject, told=True), *not_checked(subject), *needs_of_images(settings)]
     plan = plan_for(settings, read_model_shape(settings.model.path), target)
     taken = None if from_run is None else take_from(from_run, plan, assumed)
     assumed = assumed if taken is None else taken.assumed
